@@ -1,0 +1,44 @@
+"""Gated DeltaNet recurrence kernels for CuPy and NumPy, with a float64 oracle that checks them.
+
+The functions are in `gdn.ops`. Importing this package loads neither CuPy nor CUDA.
+"""
+
+from __future__ import annotations
+
+import os as _os
+
+# The distribution maps the checkout's top-level `cli/` and `kernels/` into this package. Run from a checkout
+# without installing, the mapping does not exist yet, so the checkout's root joins the search path.
+_checkout = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
+if _os.path.isfile(_os.path.join(_checkout, "pyproject.toml")) and _checkout not in __path__:
+    __path__.append(_checkout)
+
+from gdn.backends import available_backends, unavailable_backends, use_backend  # noqa: E402 - needs the path above
+from gdn.errors import (  # noqa: E402 - needs the path above
+    DeviceError,
+    DTypeError,
+    GdnError,
+    IndexValueError,
+    KernelCompileError,
+    LayoutError,
+    ShapeError,
+)
+
+__version__ = "0.1.0"
+
+#: The slot that marks a padding row, on every path and backend. As int32 it is -1.
+PAD_SLOT = 0xFFFFFFFF
+
+__all__ = [
+    "PAD_SLOT",
+    "DTypeError",
+    "DeviceError",
+    "GdnError",
+    "IndexValueError",
+    "KernelCompileError",
+    "LayoutError",
+    "ShapeError",
+    "available_backends",
+    "unavailable_backends",
+    "use_backend",
+]

@@ -1,0 +1,190 @@
+"""Taking arrays without a copy: NumPy, CuPy, and whatever speaks DLPack or `__cuda_array_interface__`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gdn.errors import DeviceError, DTypeError, LayoutError, ShapeError, rejection
+
+CPU = "cpu"
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "uint32": np.dtype(np.uint32),
+    "int32": np.dtype(np.int32),
+}
+_DLPACK_CPU = 1
+_DLPACK_CUDA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One array of a call. Strides are in elements; `place` is "cpu" or "cuda:<device>".
+
+    For a description made from a shape alone, `array` and `place` are None and `pointer` is 0.
+    """
+
+    name: str
+    array: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    pointer: int
+    place: str | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    def is_dense(self, first_axis: int = 0) -> bool:
+        """Whether the axes from `first_axis` on lie row-major without gaps."""
+        expected = 1
+        for length, stride in zip(self.shape[:first_axis:-1], self.strides[:first_axis:-1], strict=True):
+            if length != 1 and stride != expected:
+                return False
+            expected *= length
+        return first_axis >= len(self.shape) or self.shape[first_axis] == 1 or self.strides[first_axis] == expected
+
+    def rows_are_packed(self) -> bool:
+        """Whether the last axis is dense and every start of a row lies on a 16-byte boundary.
+
+        Kernels then use their widest accesses; the results are the same bits either way.
+        """
+        channel_is_next = self.shape[-1] <= 1 or self.strides[-1] == 1
+        starts = (self.pointer, *(stride * self.itemsize for stride in self.strides[:1] if self.shape[0] > 1))
+        return channel_is_next and all(start % 16 == 0 for start in starts)
+
+
+def take(name: str, value: Any) -> Argument:
+    """Describe an array argument without copying it.
+
+    Raises DTypeError for something that is no array and DeviceError for one that lives in a place no backend
+    can reach.
+    """
+    array = value if isinstance(value, np.ndarray) else _adopt(name, value)
+    if isinstance(array, np.ndarray):
+        pointer, place = array.ctypes.data, CPU
+    else:
+        pointer, place = int(array.data.ptr), f"cuda:{array.device.id}"
+    itemsize = array.dtype.itemsize
+    strides = array.strides
+    if itemsize == 0 or any(stride % itemsize for stride in strides) or pointer % itemsize:
+        raise LayoutError(
+            rejection(name, "strides and address in whole elements", f"strides {strides} of {itemsize}-byte elements")
+        )
+    return Argument(
+        name,
+        array,
+        array.shape,
+        tuple(stride // itemsize for stride in strides),
+        array.dtype.name if array.dtype.isnative else str(array.dtype),
+        itemsize,
+        pointer,
+        place,
+    )
+
+
+def _adopt(name: str, value: Any) -> Any:
+    """A NumPy or CuPy array over the memory of `value`."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return value
+    try:
+        if hasattr(value, "__dlpack_device__"):
+            device_type = int(value.__dlpack_device__()[0])
+            if device_type == _DLPACK_CPU:
+                return np.from_dlpack(value)
+            if device_type == _DLPACK_CUDA:
+                return _cupy(name).from_dlpack(value)
+            raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
+        if hasattr(value, "__cuda_array_interface__"):
+            return _cupy(name).asarray(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, DeviceError):
+            raise
+        raise DTypeError(
+            rejection(name, "an array whose memory can be shared", f"{_type_name(value)}: {error}")
+        ) from error
+    raise DTypeError(rejection(name, "a NumPy or CuPy array, or a GPU array by DLPack", _type_name(value)))
+
+
+def _cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            rejection(name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}")
+        ) from error
+    return cupy
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def describe(name: str, value: Any) -> Argument:
+    """Describe anything that has `.shape` and `.dtype`, without touching its memory or its place."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        raise DTypeError(rejection(name, "something with a shape and a dtype", _type_name(value)))
+    dtype_name = _dtype_name(dtype)
+    itemsize = DTYPES[dtype_name].itemsize if dtype_name in DTYPES else 1
+    shape = tuple(int(length) for length in shape)
+    return Argument(name, None, shape, _strides_in_elements(name, value, shape, itemsize), dtype_name, itemsize, 0, None)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The element type's name for NumPy, JAX ("float32") and PyTorch ("torch.float32") alike."""
+    try:
+        numpy_dtype = np.dtype(dtype)
+    except TypeError:
+        return str(dtype).rpartition(".")[2]
+    return numpy_dtype.name if numpy_dtype.isnative else str(numpy_dtype)
+
+
+def _strides_in_elements(name: str, value: Any, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides where the object has them (NumPy, CuPy), row-major where it is a shape alone."""
+    strides = getattr(value, "strides", None)
+    if isinstance(strides, tuple) and len(strides) == len(shape):
+        if any(stride % itemsize for stride in strides):
+            raise LayoutError(rejection(name, "strides in whole elements", f"{strides} bytes of {itemsize} each"))
+        return tuple(stride // itemsize for stride in strides)
+    if callable(getattr(value, "stride", None)):  # PyTorch counts in elements already
+        return tuple(int(stride) for stride in value.stride())
+    dense: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        dense.insert(0, step)
+        step *= length
+    return tuple(dense)
+
+
+def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
+    """A new array in the place of a call's arguments."""
+    if place == CPU:
+        return np.empty(shape, DTYPES[dtype])
+    import cupy
+
+    with cupy.cuda.Device(int(place.removeprefix("cuda:"))):
+        return cupy.empty(shape, DTYPES[dtype])
+
+
+def to_numpy(argument: Argument) -> np.ndarray[Any, Any]:
+    """The values on the CPU; for a GPU array this copies and waits."""
+    if argument.array is None:
+        raise ShapeError(rejection(argument.name, "an array with values", "a shape alone"))
+    if argument.place == CPU:
+        return np.asarray(argument.array)
+    result: np.ndarray[Any, Any] = argument.array.get()
+    return result

@@ -1,0 +1,105 @@
+"""Where compiled kernels live between processes: one file per entry, with a digest of its bytes at its end.
+
+An entry is written under another name and moved into place, so that processes that start together see whole
+entries only; the digest finds those that a full disk or a crash left damaged. A shared library is loaded from
+its entry as it lies: the loader does not mind bytes behind the image.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+_lock = Lock()
+_private_directories: dict[int, Path] = {}  # by process id, since a forked child must not share its parent's
+
+
+def directory() -> Path:
+    """The folder of the entries: `GDN_CACHE_DIR`, else `$XDG_CACHE_HOME/gdn`, else `~/.cache/gdn`.
+
+    It need not exist, nor be writable: then entries go to a temporary folder of this process.
+    """
+    chosen = os.environ.get("GDN_CACHE_DIR")
+    if chosen:
+        return Path(chosen).absolute()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~"), ".cache")
+    return base / "gdn"
+
+
+def size_bytes() -> int:
+    """Bytes of all entries in `directory()`."""
+    total = 0
+    with suppress(OSError):
+        for entry in os.scandir(directory()):
+            with suppress(OSError):  # another process may be replacing it
+                total += entry.stat().st_size
+    return total
+
+
+def find(name: str) -> Path | None:
+    """The entry `name`, or None where there is none or its bytes are not those that were stored."""
+    for folder in (directory(), _private_directories.get(os.getpid())):
+        if folder is not None and _is_whole(folder / name):
+            return folder / name
+    return None
+
+
+def store(name: str, content: bytes) -> Path:
+    """Write the entry `name` and say where it lies.
+
+    Raises OSError where not even the temporary folder can be written.
+    """
+    stored = content + hashlib.sha256(content).digest()
+    try:
+        directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _write(directory() / name, stored)
+    except OSError:
+        return _write(_private_directory() / name, stored)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return False
+    content, digest = stored[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
+    return hashlib.sha256(content).digest() == digest
+
+
+def _write(path: Path, stored: bytes) -> Path:
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(stored)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path
+
+
+def _private_directory() -> Path:
+    """A folder of this process alone, removed when it ends."""
+    pid = os.getpid()
+    with _lock:
+        if pid not in _private_directories:
+            path = Path(tempfile.mkdtemp(prefix="gdn-"))
+            _private_directories[pid] = path
+            atexit.register(_remove_private_directory, pid)
+        return _private_directories[pid]
+
+
+def _remove_private_directory(pid: int) -> None:
+    if pid == os.getpid():  # a forked child inherits the registration, not the folder
+        shutil.rmtree(_private_directories[pid], ignore_errors=True)

@@ -1,0 +1,136 @@
+"""Kernels on an NVIDIA GPU through CuPy: compile, keep, launch on the current stream.
+
+The only file that knows `cupy.RawModule`. CuPy is imported at the first use of a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from gdn.backends.launch import Launch, Variant, source
+from gdn.errors import DeviceError, KernelCompileError, rejection
+
+#: Rounding instructions for bfloat16 exist from here on.
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
+_SCALAR = {"pointer": np.uint64, "int64": np.int64, "uint32": np.uint32}
+_functions: dict[tuple[Variant, int], Any] = {}
+_compile_lock = Lock()
+
+
+@lru_cache(maxsize=1)
+def unavailable_reason() -> str | None:
+    """Why no kernel can run here, in one line; None where it can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); install gdn[cuda12] or gdn[cuda13]"
+    if not cupy.is_available():
+        return "CuPy finds no CUDA device (no NVIDIA driver, or no GPU visible)"
+    return None
+
+
+def device_index(place: str) -> int:
+    """The number in "cuda:<number>"."""
+    return int(place.removeprefix("cuda:"))
+
+
+def run(launch: Launch, device: int) -> None:
+    """Enqueue a launch on the device's current stream. Does not wait."""
+    import cupy
+
+    launch.check()
+    function = load(launch.variant, device)
+    arguments = tuple(
+        _SCALAR[kind](value)
+        for (_, kind), value in zip(launch.variant.kernel.parameters, launch.arguments, strict=True)
+    )
+    with cupy.cuda.Device(device):
+        function((launch.num_blocks,), (launch.threads_per_block,), arguments)
+
+
+def load(variant: Variant, device: int) -> Any:
+    """The compiled kernel of a variant on one device; compiles at the first call.
+
+    Raises DeviceError for a device the kernels cannot serve, KernelCompileError when NVRTC refuses the source.
+    """
+    function = _functions.get((variant, device))
+    if function is None:
+        with _compile_lock:
+            function = _functions.get((variant, device)) or _compile(variant, device)
+            _functions[variant, device] = function
+    return function
+
+
+def _compile(variant: Variant, device: int) -> Any:
+    import cupy
+
+    capability = tuple(int(digit) for digit in divmod(int(cupy.cuda.Device(device).compute_capability), 10))
+    if capability < MIN_COMPUTE_CAPABILITY:
+        raise DeviceError(
+            rejection(
+                f"cuda:{device}",
+                "compute capability {}.{} or later".format(*MIN_COMPUTE_CAPABILITY),
+                "{}.{}".format(*capability),
+            )
+        )
+    stem = variant.kernel.stem
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=source(f"{stem}.cu"), options=("-std=c++17", *variant.defines))
+        try:
+            return module.get_function(stem)
+        except cupy.cuda.compiler.CompileException as error:
+            raise _compile_error(variant, str(error)) from error
+
+
+def _compile_error(variant: Variant, log: str) -> KernelCompileError:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+    macros = " ".join(variant.defines)
+    return KernelCompileError(f"{variant.kernel.stem}: expected a clean compile with {macros}, got {first}")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """What the assembler says of one compiled variant, per thread except for shared memory."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_report(variant: Variant, architecture: str) -> CompileReport:
+    """Compile for `architecture`, such as "sm_90", and read the assembler's report. Needs CuPy but no GPU.
+
+    Raises KernelCompileError when NVRTC refuses the source.
+    """
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source(f"{variant.kernel.stem}.cu"), f"{variant.kernel.stem}.cu", (), ())
+    options = (f"-arch={architecture}", "-std=c++17", "-ftz=true", "--ptxas-options=-v", *variant.defines)
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError as error:
+        raise _compile_error(variant, nvrtc.getProgramLog(program) or str(error)) from error
+    else:
+        log = nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    usage = re.search(r"Used (\d+) registers", log)
+    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if usage is None or stack is None:
+        raise KernelCompileError(f"{variant.kernel.stem}: expected ptxas' usage report, got {log.strip()!r}")
+    shared = re.search(r"(\d+) bytes smem", log)
+    return CompileReport(
+        registers=int(usage[1]),
+        spill_bytes=int(stack[2]) + int(stack[3]),
+        stack_bytes=int(stack[1]),
+        shared_bytes=int(shared[1]) if shared else 0,
+    )

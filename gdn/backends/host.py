@@ -1,0 +1,303 @@
+"""The `host` backend: the kernels of `kernels/`, compiled for the CPU by a C++ compiler.
+
+A kernel's text, behind the header `kernels/host/cuda_on_cpu.h`, becomes a shared library with one entry point.
+It is compiled when it is first needed and kept in the cache (`gdn.backends.cache`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache as remember
+from pathlib import Path
+from threading import Lock
+
+from gdn.backends import cache, launch
+from gdn.backends.launch import Kernel, Launch, Variant
+from gdn.errors import DeviceError, KernelCompileError
+
+_HEADER = "host/cuda_on_cpu.h"
+_COMPILERS = ("g++", "c++", "clang++")
+
+# -ffp-contract=off: a product and a sum round separately unless the kernel says fmaf, as `gdn` promises bits.
+# -fvisibility, -fno-gnu-unique: two kernels' libraries in one process must not share variables of one name.
+# -fno-math-errno, -fno-trapping-math: change no value, and let loops over sqrtf and comparisons use vectors.
+# -w: `#pragma once` in a main file would warn in every build.
+_FLAGS = (
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-w",
+    "-DGDN_ON_CPU=1",
+)
+#: Used where the compiler knows them.
+_OPTIONAL_FLAGS = ("-march=native", "-fno-gnu-unique")
+_MESSAGE_BYTES = 512
+_MAX_OUTPUT_LINES = 60
+
+#: How a parameter of each kind lies in its 8 bytes.
+_PACKING = {"pointer": "Q", "int64": "q", "uint32": "I4x"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """How kernels are built and run on the CPU; for tests of the kernels themselves.
+
+    sanitize: value for the compiler's `-fsanitize=`, e.g. "undefined". "address" and "thread" need their runtime
+        preloaded into the process: `LD_PRELOAD=$(g++ -print-file-name=libasan.so)`.
+    order_seed: 0 runs the threads of a block in plain order; another number in a random order drawn from it,
+        which makes a missing barrier show as a wrong result.
+    max_os_threads: blocks that run at once; 0 means as many as this process has CPUs.
+    """
+
+    sanitize: str = ""
+    order_seed: int = 0
+    max_os_threads: int = 0
+
+
+_options: ContextVar[HostOptions] = ContextVar("gdn_host_options", default=HostOptions())
+
+
+@contextmanager
+def options(*, sanitize: str = "", order_seed: int = 0, max_os_threads: int = 0) -> Iterator[None]:
+    """Use these `HostOptions` inside a with block, in the current thread or task."""
+    token = _options.set(HostOptions(sanitize, order_seed, max_os_threads))
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Toolchain:
+    """A compiler that works: how to call it, what it calls itself, and a digest of all it brings into a binary."""
+
+    command: tuple[str, ...]
+    version: str
+    identity: str
+
+
+def unavailable_reason() -> str | None:
+    """Why this machine cannot build kernels for the CPU, in one line; None where it can."""
+    try:
+        _toolchain()
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def compiler_version() -> str:
+    """The compiler's own first line of `--version`. Raises DeviceError where there is none."""
+    return _toolchain().version
+
+
+def _toolchain() -> _Toolchain:
+    return _probe(os.environ.get("CXX", ""), os.environ.get("PATH", os.defpath))
+
+
+@remember
+def _probe(cxx: str, path: str) -> _Toolchain:
+    """Find the compiler and ask what it is and what it makes of this CPU."""
+    command = tuple(shlex.split(cxx)) or next(
+        ((name,) for name in _COMPILERS if shutil.which(name, path=path) is not None), ()
+    )
+    if not command:
+        raise DeviceError(f"no C++ compiler: set CXX, or put one of {', '.join(_COMPILERS)} on PATH")
+    if shutil.which(command[0], path=path) is None:
+        raise DeviceError(f"no C++ compiler: CXX={cxx} is not on PATH")
+    supported = _supported_flags(command)
+    macros = _compiler_output((*command, *supported, "-dM", "-E", "-x", "c++", os.devnull))
+    version = _compiler_output((*command, "--version")).partition("\n")[0]
+    flags = _FLAGS + supported
+    identity = hashlib.sha256("\0".join((*flags, version, macros)).encode()).hexdigest()
+    return _Toolchain(command + flags, version, identity)
+
+
+def _supported_flags(command: tuple[str, ...]) -> tuple[str, ...]:
+    def accepts(*flags: str) -> bool:
+        arguments = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(arguments, capture_output=True, check=False).returncode == 0
+
+    if accepts(*_OPTIONAL_FLAGS):
+        return _OPTIONAL_FLAGS
+    return tuple(flag for flag in _OPTIONAL_FLAGS if accepts(flag))
+
+
+def _compiler_output(arguments: Sequence[str]) -> str:
+    result = subprocess.run(arguments, capture_output=True, check=False)
+    if result.returncode != 0:
+        raise DeviceError(f"the C++ compiler does not work: {shlex.join(arguments)} failed")
+    return result.stdout.decode(errors="replace")
+
+
+class Library:
+    """One compiled kernel, loaded into this process."""
+
+    def __init__(self, path: Path, kernel: Kernel) -> None:
+        """Load the library and hold the kernel's declared parameters against its compiled ones.
+
+        Raises DeviceError where the file cannot be loaded, TypeError where the parameters differ.
+        """
+        self._kernel = kernel
+        try:
+            library = ctypes.CDLL(os.fspath(path))
+        except OSError as error:
+            raise DeviceError(f"{kernel.stem}: the compiled kernel cannot be loaded: {error}") from error
+        _check_parameters(library, kernel)
+        self._launch = library.gdn_launch
+        self._launch.argtypes = (
+            ctypes.c_uint,
+            ctypes.c_uint,
+            ctypes.c_void_p,
+            ctypes.c_ulonglong,
+            ctypes.c_uint,
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+        )
+        self._packing = struct.Struct("=" + "".join(_PACKING[kind] for _, kind in kernel.parameters))
+        self._addresses = ctypes.c_void_p * max(1, len(kernel.parameters))
+
+    def launch(self, num_blocks: int, threads_per_block: int, arguments: Sequence[int]) -> None:
+        """Run the kernel to its end under the current `HostOptions`.
+
+        Raises DeviceError where the block size cannot be served, or where threads wait for each other for ever.
+        """
+        chosen = _options.get()
+        values = ctypes.create_string_buffer(self._packing.pack(*arguments))
+        first = ctypes.addressof(values)
+        addresses = self._addresses(*range(first, first + self._packing.size, 8))
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        failed = self._launch(
+            num_blocks,
+            threads_per_block,
+            addresses,
+            chosen.order_seed,
+            chosen.max_os_threads or _num_cpus(),
+            message,
+            _MESSAGE_BYTES,
+        )
+        if failed:
+            raise DeviceError(f"{self._kernel.stem}: {message.value.decode(errors='replace')}")
+
+
+def _num_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_parameters(library: ctypes.CDLL, kernel: Kernel) -> None:
+    kind_of = library.gdn_parameter_kind
+    kind_of.argtypes = (ctypes.c_uint,)
+    kind_of.restype = ctypes.c_char_p
+    compiled: list[str] = []
+    while (kind := kind_of(len(compiled))) is not None:
+        compiled.append(kind.decode())
+    declared = [kind for _, kind in kernel.parameters]
+    if compiled != declared:
+        raise TypeError(
+            f"{kernel.stem}: declared parameters ({', '.join(declared)}), compiled ({', '.join(compiled)})"
+        )
+
+
+_libraries: dict[tuple[Variant, str, str], Future[Library]] = {}
+_libraries_lock = Lock()
+
+
+def load(variant: Variant) -> Library:
+    """The compiled form of `variant`, built at the first call for it.
+
+    Threads that ask for one variant wait for one build; different variants build at the same time.
+    Raises DeviceError where there is no compiler, KernelCompileError where the kernel does not compile.
+    """
+    key = (variant, _options.get().sanitize, _toolchain().identity)
+    with _libraries_lock:
+        future = _libraries.get(key)
+        mine = future is None
+        if future is None:
+            future = _libraries[key] = Future()
+    if mine:
+        try:
+            future.set_result(
+                build(variant.kernel, launch.source(f"{variant.kernel.stem}.cu"), variant.defines)
+            )
+        except BaseException as error:
+            with _libraries_lock:
+                del _libraries[key]
+            future.set_exception(error)
+    return future.result()
+
+
+def run(request: Launch) -> None:
+    """Run a launch to its end. Raises what `Launch.check`, `load` and `Library.launch` raise."""
+    request.check()
+    load(request.variant).launch(request.num_blocks, request.threads_per_block, request.arguments)
+
+
+def build(kernel: Kernel, text: str, defines: tuple[str, ...] = ()) -> Library:
+    """Compile the text of a kernel, or take it from the cache, and load it.
+
+    Raises KernelCompileError with the compiler's first error, and what `Library` raises.
+    """
+    sanitize = _options.get().sanitize
+    toolchain = _toolchain()
+    _require_sanitizer_runtime(sanitize)
+    command = (*toolchain.command, *_build_flags(sanitize), *defines)
+    whole_text = f"{launch.source(_HEADER)}{text}\nGDN_EXPORT_KERNEL({kernel.stem})\n"
+    key = hashlib.sha256("\0".join((toolchain.identity, *command, whole_text)).encode()).hexdigest()
+    name = f"{kernel.stem}-{key[:32]}.so"
+    path = cache.find(name) or cache.store(name, _compile(kernel.stem, command, whole_text))
+    return Library(path, kernel)
+
+
+def _build_flags(sanitize: str) -> tuple[str, ...]:
+    if not sanitize:
+        return ("-O2",)
+    return ("-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all")
+
+
+def _require_sanitizer_runtime(sanitize: str) -> None:
+    """A library that brings such a runtime late ends the whole process, so ask first."""
+    for name, symbol in (("address", "__asan_init"), ("thread", "__tsan_init")):
+        if name in sanitize.split(",") and not hasattr(ctypes.CDLL(None), symbol):
+            raise DeviceError(f'sanitize="{sanitize}" needs the {name} sanitizer\'s runtime in LD_PRELOAD')
+
+
+def _compile(stem: str, command: Sequence[str], text: str) -> bytes:
+    """The bytes of the shared library that `command` makes of `text`."""
+    with tempfile.TemporaryDirectory(prefix="gdn-") as folder:
+        target = Path(folder, "kernel.so")
+        result = subprocess.run(
+            [*command, "-x", "c++", "-", "-o", os.fspath(target)],
+            input=text.encode(),
+            capture_output=True,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},  # messages in English, for _compile_error
+        )
+        if result.returncode != 0:
+            raise _compile_error(stem, result.stderr.decode(errors="replace"))
+        return target.read_bytes()
+
+
+def _compile_error(stem: str, output: str) -> KernelCompileError:
+    lines = output.splitlines()
+    first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+    shown = lines[:_MAX_OUTPUT_LINES]
+    if len(lines) > len(shown):
+        shown.append(f"... {len(lines) - len(shown)} more lines")
+    return KernelCompileError("\n".join((f"{stem} does not compile for the CPU: {first}", *shown)))

@@ -1,0 +1,87 @@
+"""Head counts and widths of one call, and everything that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gdn.errors import ShapeError, rejection
+
+HEAD_DIM_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGeometry:
+    """The heads of a Gated DeltaNet layer (or of one tensor-parallel shard of it).
+
+    Value head ``h`` reads key head ``h // group_size``. A token's channels lie as Q, then K, then V.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    def __post_init__(self) -> None:
+        heads = f"num_key_heads={self.num_key_heads}, num_value_heads={self.num_value_heads}"
+        if self.num_key_heads < 1 or self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
+            raise ShapeError(
+                rejection("heads", "at least one key head and a multiple of it as value heads", heads)
+            )
+        for name in ("key_head_dim", "value_head_dim"):
+            dim = getattr(self, name)
+            if dim % HEAD_DIM_MULTIPLE or not HEAD_DIM_MULTIPLE <= dim <= MAX_HEAD_DIM:
+                expected = f"a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
+                raise ShapeError(rejection(name, expected, dim))
+
+    @classmethod
+    def from_shapes(cls, conv_dim: int, state_shape: tuple[int, ...]) -> HeadGeometry:
+        """Derive the counts from ``qkv_conv_output.shape[1]`` and ``recurrent_state.shape``.
+
+        conv_dim = 2 · num_key_heads · key_head_dim + num_value_heads · value_head_dim, so the number of
+        key heads is what the other three leave. Raises ShapeError when it is not whole.
+        """
+        _, num_value_heads, key_head_dim, value_head_dim = state_shape
+        query_and_key_channels = conv_dim - num_value_heads * value_head_dim
+        if key_head_dim < 1 or query_and_key_channels % (2 * key_head_dim):
+            raise ShapeError(
+                rejection(
+                    "qkv_conv_output",
+                    f"num_value_heads * value_head_dim + 2 * key_head_dim * num_key_heads channels for a "
+                    f"recurrent_state of (num_value_heads, key_head_dim, value_head_dim) = "
+                    f"({num_value_heads}, {key_head_dim}, {value_head_dim})",
+                    f"conv_dim={conv_dim}",
+                )
+            )
+        num_key_heads = query_and_key_channels // (2 * key_head_dim)
+        return cls(num_key_heads, num_value_heads, key_head_dim, value_head_dim)
+
+    @property
+    def group_size(self) -> int:
+        """Value heads that share one key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of all keys of a token (and of all its queries)."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of all values of a token, and of its readout."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of a token of ``qkv_conv_output``."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def head_state_elements(self) -> int:
+        """Elements of one value head's state."""
+        return self.key_head_dim * self.value_head_dim
+
+    @property
+    def slot_state_elements(self) -> int:
+        """Elements of one slot of the pool."""
+        return self.num_value_heads * self.head_state_elements

@@ -1,0 +1,120 @@
+// The per-token arithmetic of the Gated DeltaNet recurrence. Every kernel that must agree bit for bit
+// with another calls these functions; none of them repeats a formula from here.
+//
+// For one value head, with S the state [KEY_HEAD_DIM, VALUE_HEAD_DIM] before the token, all in float32:
+//
+//   |x|          = sqrt(sum_k x[k]^2 + 1e-6)                        for the raw key and the raw query
+//   memory[v]    = sum_k S[k,v] * key[k]                            on the old state
+//   readout[v]   = sum_k S[k,v] * query[k]                          on the old state
+//   delta[v]     = beta/|key| * (value[v] - decay/|key| * memory[v])        the delta factor
+//   S[k,v]       = fma(key[k], delta[v], decay * S[k,v])
+//   out[v]       = (decay * readout[v] + (query.key) * delta[v]) / (|query| sqrt(KEY_HEAD_DIM))
+//
+// This is the definition (decay, memory, delta, update, readout of the new state) with both sums moved to
+// the old state, so that a token needs one reduction instead of two that wait for each other.
+//
+// THE REDUCTION TREE. Bits depend on the order of a sum, so one order serves every sum over the key head
+// dimension and it is a function of KEY_HEAD_DIM alone: NUM_CHAINS chains of CHAIN_LENGTH neighbouring
+// rows, each chain a product followed by fused multiply-adds in row order; then neighbouring chains are
+// added in pairs, pairs of pairs, and so on. A kernel may give any power-of-two number of neighbouring
+// chains to a thread and add across threads by shuffles or through shared memory: a + b = b + a, so only
+// the pairing matters, and it is always the tree's.
+#pragma once
+
+constexpr int NUM_CHAINS = KEY_HEAD_DIM % 16 == 0 ? 16 : 8;
+constexpr int CHAIN_LENGTH = KEY_HEAD_DIM / NUM_CHAINS;
+constexpr float NORM_EPSILON = 1e-6f;
+
+static_assert(KEY_HEAD_DIM % 8 == 0 && KEY_HEAD_DIM >= 8 && KEY_HEAD_DIM <= 256, "KEY_HEAD_DIM");
+static_assert(VALUE_HEAD_DIM % 8 == 0 && VALUE_HEAD_DIM >= 8 && VALUE_HEAD_DIM <= 256, "VALUE_HEAD_DIM");
+
+// What a token means to every column of a value head.
+struct TokenScalars {
+    float decay;
+    float decay_over_key_norm;
+    float beta_over_key_norm;
+    float query_dot_key;
+    float readout_scale;  // 1 / (|query| sqrt(KEY_HEAD_DIM))
+};
+
+__device__ __forceinline__ TokenScalars token_scalars(
+    float key_dot_key, float query_dot_query, float query_dot_key, float decay, float beta) {
+    const float inverse_key_norm = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(key_dot_key, NORM_EPSILON)));
+    const float query_norm = __fsqrt_rn(__fadd_rn(query_dot_query, NORM_EPSILON));
+    TokenScalars scalars;
+    scalars.decay = decay;
+    scalars.decay_over_key_norm = __fmul_rn(decay, inverse_key_norm);
+    scalars.beta_over_key_norm = __fmul_rn(beta, inverse_key_norm);
+    scalars.query_dot_key = query_dot_key;
+    scalars.readout_scale =
+        __fdiv_rn(1.0f, __fmul_rn(query_norm, __fsqrt_rn(static_cast<float>(KEY_HEAD_DIM))));
+    return scalars;
+}
+
+__device__ __forceinline__ float delta_factor(const TokenScalars& scalars, float memory, float value) {
+    return __fmul_rn(scalars.beta_over_key_norm, fmaf(-scalars.decay_over_key_norm, memory, value));
+}
+
+// The state update of a token, and of a record that a token left: raw key, delta factor, decay.
+__device__ __forceinline__ float updated_element(float element, float key, float delta, float decay) {
+    return fmaf(key, delta, __fmul_rn(decay, element));
+}
+
+__device__ __forceinline__ float token_readout(const TokenScalars& scalars, float readout, float delta) {
+    const float unscaled = fmaf(scalars.query_dot_key, delta, __fmul_rn(scalars.decay, readout));
+    return __fmul_rn(unscaled, scalars.readout_scale);
+}
+
+// One chain of the tree: sum of left[i] * right[i] over CHAIN_LENGTH rows.
+__device__ __forceinline__ float chain_dot(const float (&left)[CHAIN_LENGTH], const float (&right)[CHAIN_LENGTH]) {
+    float sum = __fmul_rn(left[0], right[0]);
+    #pragma unroll
+    for (int i = 1; i < CHAIN_LENGTH; ++i) sum = fmaf(left[i], right[i], sum);
+    return sum;
+}
+
+// The two sums over the old state, memory and readout, of one column.
+struct StateSums {
+    float memory;
+    float readout;
+};
+
+__device__ __forceinline__ StateSums add(const StateSums& lower, const StateSums& upper) {
+    return {__fadd_rn(lower.memory, upper.memory), __fadd_rn(lower.readout, upper.readout)};
+}
+
+// The part of the tree over CHAINS neighbouring chains that one thread holds, for all its columns.
+// `state` is [CHAINS * CHAIN_LENGTH][COLUMNS] in registers; FIRST_ROW counts within it. `key` and `query`
+// are the token's raw vectors at the thread's first row.
+template <int CHAINS, int FIRST_ROW, int ROWS, int COLUMNS>
+__device__ __forceinline__ void thread_sums(
+    const float (&state)[ROWS][COLUMNS], const float* key, const float* query, StateSums (&sums)[COLUMNS]) {
+    if constexpr (CHAINS == 1) {
+        #pragma unroll
+        for (int i = 0; i < CHAIN_LENGTH; ++i) {
+            const float key_row = key[FIRST_ROW + i];
+            const float query_row = query[FIRST_ROW + i];
+            #pragma unroll
+            for (int column = 0; column < COLUMNS; ++column) {
+                const float element = state[FIRST_ROW + i][column];
+                StateSums& sum = sums[column];
+                sum.memory = i == 0 ? __fmul_rn(element, key_row) : fmaf(element, key_row, sum.memory);
+                sum.readout = i == 0 ? __fmul_rn(element, query_row) : fmaf(element, query_row, sum.readout);
+            }
+        }
+    } else {
+        StateSums upper[COLUMNS];
+        thread_sums<CHAINS / 2, FIRST_ROW>(state, key, query, sums);
+        thread_sums<CHAINS / 2, FIRST_ROW + CHAINS / 2 * CHAIN_LENGTH>(state, key, query, upper);
+        #pragma unroll
+        for (int column = 0; column < COLUMNS; ++column) sums[column] = add(sums[column], upper[column]);
+    }
+}
+
+// Levels of the tree whose branches lie `first` lanes apart, then 2 * first, ... up to below `end`.
+__device__ __forceinline__ float add_across_lanes(float sum, int first, int end) {
+    #pragma unroll
+    for (int distance = first; distance < end; distance *= 2)
+        sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, distance));
+    return sum;
+}

@@ -1,0 +1,74 @@
+// Which rows of the token arrays a sequence owns, and what happens to rows that nobody owns.
+// Index values come from the device unread by anyone, so nothing here trusts them.
+#pragma once
+#include "numeric_types.cuh"
+
+constexpr unsigned int PAD_SLOT = 0xFFFFFFFFu;
+
+// The token offsets and slots of a batch.
+struct Batch {
+    const unsigned int* slot_idx;           // [batch_size]
+    long long slot_idx_stride;
+    const unsigned int* input_row_offsets;  // [batch_size + 1]
+    long long input_row_offsets_stride;
+    bool offsets_are_signed;                // int32 rather than uint32
+    long long batch_size;
+    long long total_seq_len;
+    long long max_slots;
+};
+
+struct RowRange {
+    long long begin;
+    long long end;
+};
+
+// An offset clamped to [0, total_seq_len].
+__device__ __forceinline__ long long clamped_offset(const Batch& batch, long long position) {
+    const unsigned int bits = batch.input_row_offsets[position * batch.input_row_offsets_stride];
+    const long long offset = batch.offsets_are_signed ? static_cast<long long>(static_cast<int>(bits))
+                                                      : static_cast<long long>(bits);
+    return offset < 0 ? 0 : offset > batch.total_seq_len ? batch.total_seq_len : offset;
+}
+
+// The slot of a sequence, or -1 where it is padding or lies outside the pool.
+__device__ __forceinline__ long long live_slot(const Batch& batch, long long sequence) {
+    const unsigned int slot = batch.slot_idx[sequence * batch.slot_idx_stride];
+    return slot == PAD_SLOT || static_cast<long long>(slot) >= batch.max_slots ? -1 : static_cast<long long>(slot);
+}
+
+// The rows of a sequence; begin >= end where it has none (a decreasing pair among them).
+__device__ __forceinline__ RowRange sequence_rows(const Batch& batch, long long sequence) {
+    return {clamped_offset(batch, sequence), clamped_offset(batch, sequence + 1)};
+}
+
+// Zero those of the ROWS_PER_CLEARING_BLOCK rows from `first_row` on that no live sequence owns. A block
+// looks at every sequence, which stays right whatever the offsets hold: gaps before, after and between
+// sequences, padding rows, offsets that decrease. Call it with a whole block.
+constexpr int ROWS_PER_CLEARING_BLOCK = 64;
+
+template <typename Stored>
+__device__ __forceinline__ void clear_unowned_rows(
+    const Batch& batch, long long first_row, Stored* out, long long out_token_stride, long long out_channel_stride,
+    long long num_channels) {
+    __shared__ unsigned int owned[ROWS_PER_CLEARING_BLOCK / 32];
+    const long long last_row = first_row + ROWS_PER_CLEARING_BLOCK < batch.total_seq_len
+                                   ? first_row + ROWS_PER_CLEARING_BLOCK
+                                   : batch.total_seq_len;
+    if (threadIdx.x < ROWS_PER_CLEARING_BLOCK / 32) owned[threadIdx.x] = 0;
+    __syncthreads();
+    for (long long sequence = threadIdx.x; sequence < batch.batch_size; sequence += blockDim.x) {
+        const RowRange rows = sequence_rows(batch, sequence);
+        const long long begin = rows.begin > first_row ? rows.begin : first_row;
+        const long long end = rows.end < last_row ? rows.end : last_row;
+        if (begin >= end || live_slot(batch, sequence) < 0) continue;
+        for (int row = static_cast<int>(begin - first_row); row < static_cast<int>(end - first_row); ++row)
+            atomicOr(&owned[row / 32], 1u << (row % 32));
+    }
+    __syncthreads();
+    for (long long row = first_row; row < last_row; ++row) {
+        const int place = static_cast<int>(row - first_row);
+        if (owned[place / 32] >> (place % 32) & 1u) continue;
+        for (long long channel = threadIdx.x; channel < num_channels; channel += blockDim.x)
+            from_float(0.0f, out[row * out_token_stride + channel * out_channel_stride]);
+    }
+}

@@ -54,7 +54,11 @@ class Argument:
             if length != 1 and stride != expected:
                 return False
             expected *= length
-        return first_axis >= len(self.shape) or self.shape[first_axis] == 1 or self.strides[first_axis] == expected
+        return (
+            first_axis >= len(self.shape)
+            or self.shape[first_axis] == 1
+            or self.strides[first_axis] == expected
+        )
 
     def rows_are_packed(self) -> bool:
         """Whether the last axis is dense and every start of a row lies on a 16-byte boundary.
@@ -81,7 +85,11 @@ def take(name: str, value: Any) -> Argument:
     strides = array.strides
     if itemsize == 0 or any(stride % itemsize for stride in strides) or pointer % itemsize:
         raise LayoutError(
-            rejection(name, "strides and address in whole elements", f"strides {strides} of {itemsize}-byte elements")
+            rejection(
+                name,
+                "strides and address in whole elements",
+                f"strides {strides} of {itemsize}-byte elements",
+            )
         )
     return Argument(
         name,
@@ -107,7 +115,9 @@ def _adopt(name: str, value: Any) -> Any:
                 return np.from_dlpack(value)
             if device_type == _DLPACK_CUDA:
                 return _cupy(name).from_dlpack(value)
-            raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
+            raise DeviceError(
+                rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}")
+            )
         if hasattr(value, "__cuda_array_interface__"):
             return _cupy(name).asarray(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -124,7 +134,9 @@ def _cupy(name: str) -> Any:
         import cupy
     except ImportError as error:
         raise DeviceError(
-            rejection(name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}")
+            rejection(
+                name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}"
+            )
         ) from error
     return cupy
 
@@ -141,7 +153,9 @@ def describe(name: str, value: Any) -> Argument:
     dtype_name = _dtype_name(dtype)
     itemsize = DTYPES[dtype_name].itemsize if dtype_name in DTYPES else 1
     shape = tuple(int(length) for length in shape)
-    return Argument(name, None, shape, _strides_in_elements(name, value, shape, itemsize), dtype_name, itemsize, 0, None)
+    return Argument(
+        name, None, shape, _strides_in_elements(name, value, shape, itemsize), dtype_name, itemsize, 0, None
+    )
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -158,7 +172,9 @@ def _strides_in_elements(name: str, value: Any, shape: tuple[int, ...], itemsize
     strides = getattr(value, "strides", None)
     if isinstance(strides, tuple) and len(strides) == len(shape):
         if any(stride % itemsize for stride in strides):
-            raise LayoutError(rejection(name, "strides in whole elements", f"{strides} bytes of {itemsize} each"))
+            raise LayoutError(
+                rejection(name, "strides in whole elements", f"{strides} bytes of {itemsize} each")
+            )
         return tuple(stride // itemsize for stride in strides)
     if callable(getattr(value, "stride", None)):  # PyTorch counts in elements already
         return tuple(int(stride) for stride in value.stride())

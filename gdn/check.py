@@ -99,7 +99,11 @@ def require_one_place(arguments: Sequence[Argument]) -> str:
     for argument in arguments[1:]:
         if argument.place != first.place:
             raise DeviceError(
-                rejection(argument.name, f"an array on {first.place}, where {first.name} is", f"one on {argument.place}")
+                rejection(
+                    argument.name,
+                    f"an array on {first.place}, where {first.name} is",
+                    f"one on {argument.place}",
+                )
             )
     if first.place is None:
         raise DeviceError(rejection(first.name, "an array", "a shape alone"))
@@ -110,7 +114,9 @@ def require_disjoint(written: Argument, others: Sequence[Argument]) -> None:
     """Memory that a call writes is not memory that it reads or writes through another argument."""
     for other in others:
         if _overlaps(written, other):
-            raise LayoutError(rejection(written.name, f"memory of its own, apart from {other.name}", "overlapping arrays"))
+            raise LayoutError(
+                rejection(written.name, f"memory of its own, apart from {other.name}", "overlapping arrays")
+            )
 
 
 def _overlaps(left: Argument, right: Argument) -> bool:

@@ -65,5 +65,9 @@ def _check_slots(name: str, slots: IndexArray, max_slots: int, has_tokens: np.nd
     if repeated.size:
         first, second = order[repeated[0]], order[repeated[0] + 1]
         raise IndexValueError(
-            rejection(f"{name}[{second}]", "a slot that no other live sequence uses", f"{slots[second]}, as {name}[{first}]")
+            rejection(
+                f"{name}[{second}]",
+                "a slot that no other live sequence uses",
+                f"{slots[second]}, as {name}[{first}]",
+            )
         )

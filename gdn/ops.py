@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from gdn import arrays
-from gdn.arrays import Argument
 from gdn.backends import backend_for_numpy_arrays, cuda, host
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import numpy as numpy_backend
 from gdn.errors import GdnError, rejection
 from gdn.indices import check_recurrence_indices
-from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout, require_writable_pool
+from gdn.recurrence import recurrence_inputs, require_readout, require_writable_pool
 
 __all__ = ["check_indices", "gated_delta_recurrence_fwd", "gated_delta_recurrence_fwd_shape"]
 

@@ -246,7 +246,7 @@ def test_the_first_different_bit_is_named(dtype):
 def test_nan_payloads_are_ignored_and_nan_against_a_number_is_not(dtype):
     expected = np.array([1, np.nan, 2], dtype)
     actual = expected.copy()
-    actual.view(f"u{actual.itemsize}")[1] ^= 1
+    actual.view(f"u{actual.itemsize}")[1:2] ^= 1
     assert bitwise(actual, expected)
     comparison = bitwise(np.array([1, 3, 2], dtype), expected)
     assert not comparison

@@ -252,6 +252,26 @@ def test_splitting_a_sequence_over_calls_changes_nothing():
     np.testing.assert_array_equal(pool, new_pool)
 
 
+def test_each_group_of_heads_alone_gives_what_all_give():
+    call = random_call([9, 2], [1, 0])
+    out, new_pool = gated_delta_recurrence_fwd(*call)
+    query, key, value = np.split(call.qkv_conv_output, [16, 32], axis=1)
+    for key_head in range(2):
+        channels, value_heads = slice(8 * key_head, 8 * key_head + 8), slice(2 * key_head, 2 * key_head + 2)
+        value_channels = slice(12 * key_head, 12 * key_head + 12)
+        shard = Call(
+            np.concatenate([query[:, channels], key[:, channels], value[:, value_channels]], axis=1),
+            call.decay_per_token[:, value_heads],
+            call.beta_per_token[:, value_heads],
+            call.recurrent_state[:, value_heads],
+            call.slot_idx,
+            call.input_row_offsets,
+        )
+        shard_out, shard_pool = gated_delta_recurrence_fwd(*shard)
+        np.testing.assert_array_equal(shard_out, out[:, value_channels])
+        np.testing.assert_array_equal(shard_pool, new_pool[:, value_heads])
+
+
 def test_non_finite_values_stay_in_their_sequence_and_head():
     """Case 51, and NaN in slots and rows that no live sequence uses (cases 21, 22)."""
     call = random_call([4, 4], [1, 2])
@@ -266,6 +286,15 @@ def test_non_finite_values_stay_in_their_sequence_and_head():
     np.testing.assert_array_equal(out[:5], clean_out[:5])
     np.testing.assert_array_equal(new_pool[2, 1:], clean_pool[2, 1:])
     np.testing.assert_array_equal(new_pool[1], clean_pool[1])
+
+
+def test_ieee_arithmetic_is_followed_without_a_warning():
+    """Infinity times a decay of 0 is NaN, and so is infinity minus infinity."""
+    call = random_call([2], [0], group_size=1)
+    call.recurrent_state[0, 0], call.decay_per_token[0, 0] = np.inf, 0
+    call.qkv_conv_output[0, 32 + 6 :], call.recurrent_state[0, 1] = np.inf, np.inf
+    out, _ = gated_delta_recurrence_fwd(*call)
+    assert np.isnan(out).all()
 
 
 # ---- indices, types, arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gdn.arrays import Argument
 from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS, Kernel, Launch, Variant
-from gdn.backends.row_tile import RowTile, default_row_tile
+from gdn.backends.row_tile import RowTile, row_tile_for
 from gdn.errors import ShapeError, rejection
 from gdn.recurrence import RecurrenceInputs
 
@@ -48,7 +48,7 @@ KERNEL = Kernel(
 def row_tile(inputs: RecurrenceInputs) -> RowTile:
     """The thread map for these inputs."""
     geometry = inputs.geometry
-    return default_row_tile(geometry.key_head_dim, geometry.value_head_dim, inputs.recurrent_state.itemsize)
+    return row_tile_for(geometry.key_head_dim, geometry.value_head_dim, inputs.recurrent_state.itemsize)
 
 
 def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
@@ -58,7 +58,9 @@ def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
     clearing = -(-inputs.total_seq_len // ROWS_PER_CLEARING_BLOCK)
     if recurrence + clearing > MAX_GRID_BLOCKS:
         expected = f"a batch of at most {MAX_GRID_BLOCKS} blocks in one launch"
-        raise ShapeError(rejection("slot_idx", expected, f"{recurrence + clearing} for {inputs.batch_size} sequences"))
+        raise ShapeError(
+            rejection("slot_idx", expected, f"{recurrence + clearing} for {inputs.batch_size} sequences")
+        )
     return recurrence + clearing
 
 

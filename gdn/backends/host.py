@@ -1,7 +1,7 @@
 """The `host` backend: the kernels of `kernels/`, compiled for the CPU by a C++ compiler.
 
-A kernel's text, behind the header `kernels/host/cuda_on_cpu.h`, becomes a shared library with one entry point.
-It is compiled when it is first needed and kept in the cache (`gdn.backends.cache`).
+A kernel's text, behind that of `kernels/host/cuda_on_cpu.h`, becomes a shared library with one entry
+point. It is compiled when it is first needed and kept in the cache (`gdn.backends.cache`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import shlex
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,7 +33,6 @@ _COMPILERS = ("g++", "c++", "clang++")
 # -ffp-contract=off: a product and a sum round separately unless the kernel says fmaf, as `gdn` promises bits.
 # -fvisibility, -fno-gnu-unique: two kernels' libraries in one process must not share variables of one name.
 # -fno-math-errno, -fno-trapping-math: change no value, and let loops over sqrtf and comparisons use vectors.
-# -w: `#pragma once` in a main file would warn in every build.
 _FLAGS = (
     "-std=c++17",
     "-shared",
@@ -43,11 +42,13 @@ _FLAGS = (
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-w",
     "-DGDN_ON_CPU=1",
 )
 #: Used where the compiler knows them.
 _OPTIONAL_FLAGS = ("-march=native", "-fno-gnu-unique")
+# A thread of a block has a stack of 64 KiB (kernels/host/context.h); with a sanitizer it has more.
+_PLAIN_FLAGS = ("-O2", "-Werror=frame-larger-than=49152")
+_SANITIZER_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 _MESSAGE_BYTES = 512
 _MAX_OUTPUT_LINES = 60
 
@@ -59,11 +60,11 @@ _PACKING = {"pointer": "Q", "int64": "q", "uint32": "I4x"}
 class HostOptions:
     """How kernels are built and run on the CPU; for tests of the kernels themselves.
 
-    sanitize: value for the compiler's `-fsanitize=`, e.g. "undefined". "address" and "thread" need their runtime
-        preloaded into the process: `LD_PRELOAD=$(g++ -print-file-name=libasan.so)`.
-    order_seed: 0 runs the threads of a block in plain order; another number in a random order drawn from it,
-        which makes a missing barrier show as a wrong result.
-    max_os_threads: blocks that run at once; 0 means as many as this process has CPUs.
+    sanitize: value for the compiler's `-fsanitize=`, e.g. "undefined". "address" and "thread" need their
+        runtime preloaded into the process: `LD_PRELOAD=$(g++ -print-file-name=libasan.so)`.
+    order_seed: 0 runs blocks, and the threads of a block, in plain order; another number in an order drawn
+        from it, which makes a missing barrier show as a wrong result.
+    max_os_threads: blocks that run at once at most; 0 means as many as this process has CPUs.
     """
 
     sanitize: str = ""
@@ -71,7 +72,8 @@ class HostOptions:
     max_os_threads: int = 0
 
 
-_options: ContextVar[HostOptions] = ContextVar("gdn_host_options", default=HostOptions())
+_DEFAULT_OPTIONS = HostOptions()
+_options: ContextVar[HostOptions] = ContextVar("gdn_host_options", default=_DEFAULT_OPTIONS)
 
 
 @contextmanager
@@ -86,7 +88,7 @@ def options(*, sanitize: str = "", order_seed: int = 0, max_os_threads: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class _Toolchain:
-    """A compiler that works: how to call it, what it calls itself, and a digest of all it brings into a binary."""
+    """A compiler that works: its command with all flags, its name for itself, a digest of what it is."""
 
     command: tuple[str, ...]
     version: str
@@ -114,19 +116,26 @@ def _toolchain() -> _Toolchain:
 @remember
 def _probe(cxx: str, path: str) -> _Toolchain:
     """Find the compiler and ask what it is and what it makes of this CPU."""
-    command = tuple(shlex.split(cxx)) or next(
-        ((name,) for name in _COMPILERS if shutil.which(name, path=path) is not None), ()
-    )
-    if not command:
-        raise DeviceError(f"no C++ compiler: set CXX, or put one of {', '.join(_COMPILERS)} on PATH")
-    if shutil.which(command[0], path=path) is None:
-        raise DeviceError(f"no C++ compiler: CXX={cxx} is not on PATH")
-    supported = _supported_flags(command)
-    macros = _compiler_output((*command, *supported, "-dM", "-E", "-x", "c++", os.devnull))
+    if sys.platform != "linux":
+        raise DeviceError(f"kernels are compiled for the CPU on Linux only, not on {sys.platform}")
+    command = _compiler_command(cxx, path)
+    flags = _FLAGS + _supported_flags(command)
+    macros = _compiler_output((*command, *flags, "-dM", "-E", "-x", "c++", os.devnull))
     version = _compiler_output((*command, "--version")).partition("\n")[0]
-    flags = _FLAGS + supported
     identity = hashlib.sha256("\0".join((*flags, version, macros)).encode()).hexdigest()
     return _Toolchain(command + flags, version, identity)
+
+
+def _compiler_command(cxx: str, path: str) -> tuple[str, ...]:
+    if cxx:
+        command = tuple(shlex.split(cxx))  # "ccache g++" is usual
+        if shutil.which(command[0], path=path) is None:
+            raise DeviceError(f"no C++ compiler: CXX={cxx} is not on PATH")
+        return command
+    for name in _COMPILERS:
+        if shutil.which(name, path=path) is not None:
+            return (name,)
+    raise DeviceError(f"no C++ compiler: set CXX, or put one of {', '.join(_COMPILERS)} on PATH")
 
 
 def _supported_flags(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -176,7 +185,7 @@ class Library:
     def launch(self, num_blocks: int, threads_per_block: int, arguments: Sequence[int]) -> None:
         """Run the kernel to its end under the current `HostOptions`.
 
-        Raises DeviceError where the block size cannot be served, or where threads wait for each other for ever.
+        Raises DeviceError where the block size cannot be served or threads wait for each other in vain.
         """
         chosen = _options.get()
         values = ctypes.create_string_buffer(self._packing.pack(*arguments))
@@ -198,7 +207,7 @@ class Library:
 
 def _num_cpus() -> int:
     """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _check_parameters(library: ctypes.CDLL, kernel: Kernel) -> None:
@@ -215,8 +224,18 @@ def _check_parameters(library: ctypes.CDLL, kernel: Kernel) -> None:
         )
 
 
-_libraries: dict[tuple[Variant, str, str], Future[Library]] = {}
-_libraries_lock = Lock()
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """What one library of this process was made from."""
+
+    variant: Variant
+    sanitize: str
+    compiler_identity: str
+
+
+_lock = Lock()
+_build_locks: dict[_Build, Lock] = {}
+_libraries: dict[_Build, Library] = {}
 
 
 def load(variant: Variant) -> Library:
@@ -225,22 +244,17 @@ def load(variant: Variant) -> Library:
     Threads that ask for one variant wait for one build; different variants build at the same time.
     Raises DeviceError where there is no compiler, KernelCompileError where the kernel does not compile.
     """
-    key = (variant, _options.get().sanitize, _toolchain().identity)
-    with _libraries_lock:
-        future = _libraries.get(key)
-        mine = future is None
-        if future is None:
-            future = _libraries[key] = Future()
-    if mine:
-        try:
-            future.set_result(
-                build(variant.kernel, launch.source(f"{variant.kernel.stem}.cu"), variant.defines)
-            )
-        except BaseException as error:
-            with _libraries_lock:
-                del _libraries[key]
-            future.set_exception(error)
-    return future.result()
+    wanted = _Build(variant, _options.get().sanitize, _toolchain().identity)
+    library = _libraries.get(wanted)
+    if library is not None:
+        return library
+    with _lock:
+        build_lock = _build_locks.setdefault(wanted, Lock())
+    with build_lock:
+        if wanted not in _libraries:
+            text = launch.source(f"{variant.kernel.stem}.cu")
+            _libraries[wanted] = build(variant.kernel, text, variant.defines)
+        return _libraries[wanted]
 
 
 def run(request: Launch) -> None:
@@ -257,18 +271,29 @@ def build(kernel: Kernel, text: str, defines: tuple[str, ...] = ()) -> Library:
     sanitize = _options.get().sanitize
     toolchain = _toolchain()
     _require_sanitizer_runtime(sanitize)
-    command = (*toolchain.command, *_build_flags(sanitize), *defines)
-    whole_text = f"{launch.source(_HEADER)}{text}\nGDN_EXPORT_KERNEL({kernel.stem})\n"
+    command = (*toolchain.command, *_mode_flags(sanitize), *defines)
+    whole_text = _whole_text(kernel.stem, text)
     key = hashlib.sha256("\0".join((toolchain.identity, *command, whole_text)).encode()).hexdigest()
     name = f"{kernel.stem}-{key[:32]}.so"
-    path = cache.find(name) or cache.store(name, _compile(kernel.stem, command, whole_text))
+    path = cache.find(name)
+    if path is None:
+        content = _compile(kernel.stem, command, whole_text)
+        try:
+            path = cache.store(name, content)
+        except OSError as error:
+            raise DeviceError(f"{kernel.stem}: no place for the compiled kernel: {error}") from error
     return Library(path, kernel)
 
 
-def _build_flags(sanitize: str) -> tuple[str, ...]:
-    if not sanitize:
-        return ("-O2",)
-    return ("-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all")
+def _whole_text(stem: str, text: str) -> str:
+    """What is compiled: the stand-in for CUDA, the kernel, its entry point for Python."""
+    parts = (launch.source(_HEADER), f'#line 1 "{stem}.cu"', text, f"GDN_EXPORT_KERNEL({stem})", "")
+    # Includes are in place already, and compilers warn of this line in a text that is no included file.
+    return "\n".join(parts).replace("#pragma once", "")
+
+
+def _mode_flags(sanitize: str) -> tuple[str, ...]:
+    return (*_SANITIZER_FLAGS, f"-fsanitize={sanitize}") if sanitize else _PLAIN_FLAGS
 
 
 def _require_sanitizer_runtime(sanitize: str) -> None:
@@ -280,6 +305,8 @@ def _require_sanitizer_runtime(sanitize: str) -> None:
 
 def _compile(stem: str, command: Sequence[str], text: str) -> bytes:
     """The bytes of the shared library that `command` makes of `text`."""
+    # LC_ALL: _compile_error knows English. LD_PRELOAD: a sanitizer's runtime is for the kernel, not the compiler.
+    environment = {**os.environ, "LC_ALL": "C", "LD_PRELOAD": ""}
     with tempfile.TemporaryDirectory(prefix="gdn-") as folder:
         target = Path(folder, "kernel.so")
         result = subprocess.run(
@@ -287,7 +314,7 @@ def _compile(stem: str, command: Sequence[str], text: str) -> bytes:
             input=text.encode(),
             capture_output=True,
             check=False,
-            env={**os.environ, "LC_ALL": "C"},  # messages in English, for _compile_error
+            env=environment,
         )
         if result.returncode != 0:
             raise _compile_error(stem, result.stderr.decode(errors="replace"))

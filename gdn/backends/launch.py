@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 
 from gdn.errors import DeviceError, rejection
@@ -62,7 +62,9 @@ class Launch:
         """Refuse what the hardware or the declared widths cannot carry."""
         if not 1 <= self.num_blocks <= MAX_GRID_BLOCKS:
             raise DeviceError(
-                rejection(self.variant.kernel.stem, f"1 to {MAX_GRID_BLOCKS} blocks in a launch", self.num_blocks)
+                rejection(
+                    self.variant.kernel.stem, f"1 to {MAX_GRID_BLOCKS} blocks in a launch", self.num_blocks
+                )
             )
         check_arguments(self.variant.kernel, self.arguments)
 
@@ -77,13 +79,13 @@ def check_arguments(kernel: Kernel, arguments: Sequence[int]) -> None:
             raise OverflowError(f"{kernel.stem}: {name}={value} does not fit {kind}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_text(file_name: str) -> str:
     """The text of one file of `kernels/`."""
     return (files("gdn.kernels") / file_name).read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=None)
+@cache
 def source(file_name: str) -> str:
     """`kernels/<file_name>` with its own includes put in place, once each.
 

@@ -46,7 +46,11 @@ def _clear_unowned_rows(out: np.ndarray[Any, Any], offsets: IndexArray, live: In
 
 
 def _advance(
-    inputs: RecurrenceInputs, out: np.ndarray[Any, Any], slots: IndexArray, starts: IndexArray, lengths: IndexArray
+    inputs: RecurrenceInputs,
+    out: np.ndarray[Any, Any],
+    slots: IndexArray,
+    starts: IndexArray,
+    lengths: IndexArray,
 ) -> None:
     """Run a group of sequences, sorted by falling length, from and to their slots of the pool."""
     pool = inputs.recurrent_state.array

@@ -7,8 +7,10 @@ head dimension alone, and a map only says which chains of it a thread holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 #: State elements a thread may hold in registers beside its working set without spilling.
 MAX_ELEMENTS_PER_LANE = 128
@@ -67,7 +69,7 @@ def _powers_of_two(limit: int) -> Iterator[int]:
         power *= 2
 
 
-@lru_cache(maxsize=None)
+@cache
 def row_tiles(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tuple[RowTile, ...]:
     """Every map that serves these head sizes, for a pool whose elements have `state_itemsize` bytes."""
     return tuple(
@@ -82,7 +84,25 @@ def row_tiles(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tu
     )
 
 
-@lru_cache(maxsize=None)
+_forced: ContextVar[RowTile | None] = ContextVar("gdn_forced_row_tile", default=None)
+
+
+@contextmanager
+def forced_row_tile(tile: RowTile) -> Iterator[None]:
+    """Run calls with this map instead of the one that would be picked, to show that bits do not depend on it."""
+    token = _forced.set(tile)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def row_tile_for(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> RowTile:
+    """The map of a call: the forced one inside `forced_row_tile`, else the default."""
+    return _forced.get() or default_row_tile(key_head_dim, value_head_dim, state_itemsize)
+
+
+@cache
 def default_row_tile(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> RowTile:
     """The map an op picks: the widest accesses, then four warps on a tile of up to 64 columns.
 

@@ -49,7 +49,7 @@ inline void __syncwarp(unsigned int mask = 0xffffffffu) {
 
 namespace gdn_on_cpu {
 
-inline unsigned lane() { return here.thread_idx.x % WARP_SIZE; }
+inline unsigned lane() { return here.thread_idx.x % WARP_LANES; }
 
 template <typename Value>
 Value shuffle(Collective collective, unsigned mask, Value value, unsigned source) {
@@ -118,14 +118,19 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
 
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-inline unsigned int min(unsigned int a, unsigned int b) { return a < b ? a : b; }
-inline unsigned int max(unsigned int a, unsigned int b) { return a > b ? a : b; }
-inline long long min(long long a, long long b) { return a < b ? a : b; }
-inline long long max(long long a, long long b) { return a > b ? a : b; }
-inline float min(float a, float b) { return fminf(a, b); }
-inline float max(float a, float b) { return fmaxf(a, b); }
+// Of mixed types the wider or unsigned one is meant, as in CUDA; a NaN loses against a number.
+template <typename A, typename B>
+std::common_type_t<A, B> min(A a, B b) {
+    using Common = std::common_type_t<A, B>;
+    if constexpr (std::is_floating_point_v<Common>) return fmin(static_cast<Common>(a), static_cast<Common>(b));
+    return static_cast<Common>(a) < static_cast<Common>(b) ? static_cast<Common>(a) : static_cast<Common>(b);
+}
+template <typename A, typename B>
+std::common_type_t<A, B> max(A a, B b) {
+    using Common = std::common_type_t<A, B>;
+    if constexpr (std::is_floating_point_v<Common>) return fmax(static_cast<Common>(a), static_cast<Common>(b));
+    return static_cast<Common>(a) > static_cast<Common>(b) ? static_cast<Common>(a) : static_cast<Common>(b);
+}
 
 // ---- Bits ----
 

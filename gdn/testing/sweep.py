@@ -1,0 +1,93 @@
+"""Cases x backends x checks -> results. Nothing is printed here; `gdn verify` renders what this yields."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gdn.testing.cases import RecurrenceCase, build_arrays
+from gdn.testing.checks import Subject, checks_of, reference_of, subject
+from gdn.testing.compare import Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What one check of one case found. `worst` is its first failed comparison, else the one with most error."""
+
+    check: str
+    num_comparisons: int
+    worst: Comparison
+    failures: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison of the check passed."""
+        return not self.failures
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """All checks of one case on one backend. `error` is what kept the case from running, if anything did."""
+
+    case: RecurrenceCase
+    backend: str
+    checks: tuple[CheckResult, ...]
+    error: str | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case ran, compared something, and every check passed."""
+        return self.error is None and bool(self.checks) and all(check.passed for check in self.checks)
+
+
+def run_sweep(
+    cases: Sequence[RecurrenceCase], backends: Sequence[str], *, workers: int = 1
+) -> Iterator[CaseResult]:
+    """Run every check of every case on every backend; results come in the order of cases, then backends.
+
+    A case's arrays and reference are made once. With several workers cases run side by side, which changes
+    nothing but the time. Leaving the iteration early abandons the cases that have not begun.
+
+    Args:
+        cases: what to run, in order.
+        backends: names out of `gdn.available_backends()`.
+        workers: threads that run cases.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        runs = [pool.submit(_run_case, case, backends) for case in cases]
+        try:
+            for run in runs:
+                yield from run.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run_case(case: RecurrenceCase, backends: Sequence[str]) -> list[CaseResult]:
+    arrays = build_arrays(case)
+    reference = reference_of(arrays)
+    results = []
+    for backend in backends:
+        start = time.perf_counter()
+        checks: tuple[CheckResult, ...] = ()
+        error = None
+        try:
+            checks = tuple(_run_checks(subject(case, backend, arrays, reference)))
+        except Exception as refusal:  # whatever it was, a case that cannot run has failed
+            error = f"{type(refusal).__name__}: {refusal}"
+        results.append(CaseResult(case, backend, checks, error, time.perf_counter() - start))
+    return results
+
+
+def _run_checks(under_test: Subject) -> Iterator[CheckResult]:
+    """The checks that have something to compare in this case."""
+    for name, check in checks_of(under_test.case).items():
+        comparisons = list(check(under_test))
+        if comparisons:
+            failed = [comparison for comparison in comparisons if not comparison.passed]
+            worst = failed[0] if failed else max(comparisons, key=lambda comparison: comparison.worst_error)
+            yield CheckResult(
+                name, len(comparisons), worst, tuple(comparison.message for comparison in failed)
+            )

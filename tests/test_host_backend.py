@@ -1,0 +1,771 @@
+"""The CPU stand-in for CUDA, its compiler and its cache, on tiny kernels of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gdn
+from gdn.backends import cache, host, launch
+from gdn.backends.launch import Kernel, Launch, Variant
+from gdn.errors import DeviceError, KernelCompileError
+
+pytestmark = pytest.mark.skipif(
+    host.unavailable_reason() is not None, reason=f"host backend: {host.unavailable_reason()}"
+)
+
+SEEDS = range(1, 9)
+ROOT = Path(gdn.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One empty cache for the kernels of this file, in a folder with a space and letters outside ASCII."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GDN_CACHE_DIR", str(tmp_path_factory.mktemp("the cäche ☃")))
+        yield
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "empty"
+    monkeypatch.setenv("GDN_CACHE_DIR", str(folder))
+    return folder
+
+
+def description(*kinds: str) -> Kernel:
+    return Kernel("kernel", tuple((f"parameter_{i}", kind) for i, kind in enumerate(kinds)))
+
+
+def compiled(text: str, *kinds: str, defines: tuple[str, ...] = ()) -> host.Library:
+    """The kernel `kernel` of `text`, whose parameters are of these kinds."""
+    return host.build(description(*kinds), text, defines)
+
+
+def run(library: host.Library, num_blocks: int, threads_per_block: int, *arguments: Any) -> None:
+    addresses = [value.ctypes.data if isinstance(value, np.ndarray) else value for value in arguments]
+    library.launch(num_blocks, threads_per_block, addresses)
+
+
+# ---- Threads, blocks and the built-in variables ----
+
+
+def test_every_thread_knows_its_place() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(unsigned int* places) {
+            unsigned int* place = places + 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+            place[0] = blockIdx.x;
+            place[1] = threadIdx.x;
+            place[2] = gridDim.x * gridDim.y * gridDim.z;
+            place[3] = blockDim.x + blockIdx.y + threadIdx.z;
+        }""",
+        "pointer",
+    )
+    places = np.zeros((5, 70, 4), np.uint32)
+    run(library, 5, 70, places)
+    block_idx, thread_idx = np.indices((5, 70), dtype=np.uint32)
+    np.testing.assert_array_equal(places[..., 0], block_idx)
+    np.testing.assert_array_equal(places[..., 1], thread_idx)
+    np.testing.assert_array_equal(places[..., 2], 5)
+    np.testing.assert_array_equal(places[..., 3], 70)
+
+
+@pytest.mark.parametrize("threads_per_block", [0, 1025])
+def test_block_size_out_of_range_is_refused(threads_per_block: int) -> None:
+    library = compiled('extern "C" __global__ void kernel() {}')
+    with pytest.raises(DeviceError, match=f"expected 1 to 1024, got {threads_per_block}"):
+        run(library, 1, threads_per_block)
+
+
+def test_parameters_arrive_in_full_width() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(long long wide, unsigned int narrow, long long* out) {
+            out[0] = wide;
+            out[1] = narrow;
+        }""",
+        *("int64", "uint32", "pointer"),
+    )
+    out = np.zeros(2, np.int64)
+    run(library, 1, 1, -(2**62) - 1, 2**32 - 1, out)
+    assert out.tolist() == [-(2**62) - 1, 2**32 - 1]
+
+
+def test_declared_parameters_are_held_against_the_compiled_ones() -> None:
+    text = 'extern "C" __global__ void kernel(float*, long long, unsigned int) {}'
+    compiled(text, "pointer", "int64", "uint32")
+    for kinds in (("pointer", "uint32", "int64"), ("pointer", "int64"), ("int64", "int64", "uint32")):
+        with pytest.raises(TypeError, match=r"compiled \(pointer, int64, uint32\)"):
+            compiled(text, *kinds)
+    with pytest.raises(TypeError, match="unknown"):
+        compiled('extern "C" __global__ void kernel(float) {}', "uint32")
+
+
+# ---- Barriers ----
+
+SHIFT = """
+template <int LENGTH>  // shared memory inside a template is one variable per instance
+__device__ void shift(const float* values, float* shifted) {
+    __shared__ float shared[LENGTH];
+    shared[threadIdx.x] = values[threadIdx.x];
+    BARRIER;
+    shifted[threadIdx.x] = shared[threadIdx.x == 0 ? 0 : threadIdx.x - 1];
+}
+extern "C" __global__ void kernel(const float* values, float* shifted) { shift<96>(values, shifted); }
+"""
+
+
+@pytest.mark.parametrize("defines", [(), ("-DGDN_USE_UCONTEXT",)], ids=["assembly", "ucontext"])
+def test_barrier_holds_in_every_order(defines: tuple[str, ...]) -> None:
+    library = compiled(SHIFT, "pointer", "pointer", defines=("-DBARRIER=__syncthreads()", *defines))
+    values = np.arange(96, dtype=np.float32)
+    for seed in (0, *SEEDS):
+        shifted = np.full(96, np.nan, np.float32)
+        with host.options(order_seed=seed):
+            run(library, 1, 96, values, shifted)
+        np.testing.assert_array_equal(shifted[1:], values[:-1])
+
+
+def test_missing_barrier_shows_in_a_seeded_order() -> None:
+    library = compiled(SHIFT, "pointer", "pointer", defines=("-DBARRIER=",))
+    values = np.arange(96, dtype=np.float32)
+    wrong = []
+    for seed in (0, *SEEDS):
+        shifted = np.full(96, np.nan, np.float32)
+        with host.options(order_seed=seed):
+            run(library, 1, 96, values, shifted)
+        wrong.append(not np.array_equal(shifted[1:], values[:-1]))
+    assert not wrong[0], "plain order is meant to hide this fault"
+    assert any(wrong[1:])
+
+
+def test_order_is_drawn_anew_as_a_block_proceeds() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(unsigned int* order) {
+            __shared__ unsigned int num_passed;
+            for (int step = 0; step < 4; ++step) {
+                if (threadIdx.x == 0) num_passed = 0;
+                __syncthreads();
+                order[step * 64 + atomicAdd(&num_passed, 1)] = threadIdx.x;
+                __syncthreads();
+            }
+        }""",
+        "pointer",
+    )
+    order = np.zeros((4, 64), np.uint32)
+    with host.options(order_seed=1):
+        run(library, 1, 64, order)
+    np.testing.assert_array_equal(np.sort(order), np.broadcast_to(np.arange(64), (4, 64)))
+    assert len({tuple(step) for step in order.tolist()}) == 4
+
+
+def test_barrier_does_not_wait_for_threads_that_returned() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(unsigned int* out) {
+            __shared__ unsigned int total;
+            if (threadIdx.x == 0) total = 0;
+            __syncthreads();
+            if (threadIdx.x % 3 == 1) return;
+            atomicAdd(&total, threadIdx.x);
+            __syncwarp();
+            __syncthreads();
+            out[threadIdx.x] = total;
+        }""",
+        "pointer",
+    )
+    staying = np.arange(100) % 3 != 1
+    for seed in (0, *SEEDS):
+        out = np.zeros(100, np.uint32)
+        with host.options(order_seed=seed):
+            run(library, 1, 100, out)
+        np.testing.assert_array_equal(out, np.where(staying, np.arange(100)[staying].sum(), 0))
+
+
+# ---- Warp collectives ----
+
+SHUFFLES = """
+extern "C" __global__ void kernel(float* floats, int* ints, unsigned int* votes) {
+    const unsigned int lane = threadIdx.x % 32;
+    const float value = threadIdx.x + 0.5f;
+    float* row = floats + threadIdx.x * 6;
+    row[0] = __shfl_sync(0xffffffffu, value, 5);
+    row[1] = __shfl_sync(0xffffffffu, value, lane + 1, 8);
+    row[2] = __shfl_xor_sync(0xffffffffu, value, 16);
+    row[3] = __shfl_xor_sync(0xffffffffu, value, 3, 4);
+    row[4] = __shfl_down_sync(0xffffffffu, value, 4);
+    row[5] = __shfl_down_sync(0xffffffffu, value, 3, 16);
+    // Two half warps that go different ways.
+    const unsigned int half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
+    ints[threadIdx.x] = lane < 16 ? __shfl_xor_sync(half, -static_cast<int>(threadIdx.x), 1)
+                                  : __shfl_down_sync(half, static_cast<int>(threadIdx.x), 1);
+    votes[threadIdx.x * 3] = __ballot_sync(0xffffffffu, lane % 3 == 0);
+    votes[threadIdx.x * 3 + 1] = __any_sync(0xffffffffu, threadIdx.x == 40);
+    votes[threadIdx.x * 3 + 2] = __ballot_sync(half, lane % 2);
+}
+"""
+
+
+def expected_shuffles(thread: int) -> list[float]:
+    warp, lane = thread - thread % 32, thread % 32
+    sources = [
+        5,
+        lane // 8 * 8 + (lane + 1) % 8,
+        lane ^ 16,
+        lane ^ 3,
+        lane + 4 if lane + 4 < 32 else lane,
+        lane + 3 if lane % 16 + 3 < 16 else lane,
+    ]
+    return [warp + source + 0.5 for source in sources]
+
+
+@pytest.mark.parametrize("seed", [0, *SEEDS])
+def test_shuffles_and_votes(seed: int) -> None:
+    library = compiled(SHUFFLES, "pointer", "pointer", "pointer")
+    floats = np.zeros((64, 6), np.float32)
+    ints = np.zeros(64, np.int32)
+    votes = np.zeros((64, 3), np.uint32)
+    with host.options(order_seed=seed):
+        run(library, 1, 64, floats, ints, votes)
+    threads = np.arange(64)
+    lanes = threads % 32
+    np.testing.assert_array_equal(floats, [expected_shuffles(thread) for thread in range(64)])
+    np.testing.assert_array_equal(
+        ints, np.where(lanes < 16, -(threads ^ 1), np.where(lanes < 31, threads + 1, threads))
+    )
+    np.testing.assert_array_equal(votes[:, 0], sum(1 << lane for lane in range(0, 32, 3)))
+    np.testing.assert_array_equal(votes[:, 1], threads >= 32)
+    np.testing.assert_array_equal(votes[:, 2], np.where(lanes < 16, 0x0000AAAA, 0xAAAA0000))
+
+
+def test_a_warp_that_the_block_does_not_fill_shuffles_with_a_full_mask() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(float* out) {
+            float sum = 1.0f;
+            for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            out[threadIdx.x] = sum;
+            out[threadIdx.x + 40] = __shfl_sync(0xffffffffu, sum, 20);
+        }""",
+        "pointer",
+    )
+    out = np.zeros(80, np.float32)
+    run(library, 1, 40, out)
+    np.testing.assert_array_equal(out[:72], 8)
+    assert np.isnan(out[72:]).all(), "lane 20 of the second warp does not exist"
+
+
+MISUSES = {
+    "half a warp in a shuffle, half at the barrier": (
+        "if (threadIdx.x < 16) __shfl_sync(0xffffffffu, 1.0f, 0); __syncthreads();",
+        "thread 0 waits in __shfl_sync with mask 0xffffffff for lanes 0xffff0000 of its warp, "
+        "of which 0x00000000 have returned; 48 threads wait in __syncthreads",
+    ),
+    "half a warp in a shuffle, half returned": (
+        "if (threadIdx.x % 32 < 16) __shfl_xor_sync(0xffffffffu, 1.0f, 1);",
+        "lanes 0xffff0000 of its warp, of which 0xffff0000 have returned",
+    ),
+    "half a warp in a shuffle, half in a vote": (
+        "if (threadIdx.x % 2) __shfl_down_sync(0xffffffffu, 1, 1); else __ballot_sync(0xffffffffu, 1);",
+        "thread 0 waits in __ballot_sync with mask 0xffffffff for lanes 0xaaaaaaaa",
+    ),
+    "lanes of one warp that name different masks": (
+        "__syncwarp(threadIdx.x == 0 ? 0x3u : 0xffffffffu);",
+        "thread 0 waits in __syncwarp with mask 0x00000003 for lanes 0x00000002",
+    ),
+    "a mask without the lane that passes it": (
+        "__any_sync(0x1u, 1);",
+        "thread 1 calls __any_sync with mask 0x00000001, without its own lane",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misused_collective_is_an_error_and_no_hang(misuse: str) -> None:
+    body, message = MISUSES[misuse]
+    library = compiled(
+        f"""extern "C" __global__ void kernel(unsigned int misused) {{
+            if (misused) {{ {body} }}
+            __syncthreads();
+        }}""",
+        "uint32",
+    )
+    with pytest.raises(DeviceError) as caught:
+        run(library, 100, 64, 1)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("kernel: block 0")
+    for seed in SEEDS:
+        with host.options(order_seed=seed), pytest.raises(DeviceError):
+            run(library, 3, 64, 1)
+    run(library, 100, 64, 0)  # the abandoned fibers leave nothing behind
+
+
+# ---- Shared memory, and blocks on several OS threads ----
+
+
+def test_blocks_on_different_os_threads_share_nothing() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(unsigned int* out, unsigned long long* addresses) {
+            __shared__ unsigned int total;
+            if (threadIdx.x == 0) total = 0;
+            __syncthreads();
+            for (int i = 0; i < 2000; ++i) {
+                if (threadIdx.x == i % 32) total += blockIdx.x;
+                __syncthreads();
+            }
+            out[blockIdx.x] = total;
+            addresses[blockIdx.x] = reinterpret_cast<unsigned long long>(&total);
+        }""",
+        *("pointer", "pointer"),
+    )
+    for max_os_threads in (1, 3):
+        out = np.zeros(60, np.uint32)
+        addresses = np.zeros(60, np.uint64)
+        with host.options(max_os_threads=max_os_threads):
+            run(library, 60, 32, out, addresses)
+        np.testing.assert_array_equal(out, 2000 * np.arange(60))
+        assert len(np.unique(addresses)) <= max_os_threads
+    assert len(np.unique(addresses)) > 1, "60 blocks of about a millisecond are worth a second OS thread"
+
+
+@pytest.mark.parametrize("seed", [0, *SEEDS])
+def test_every_block_runs_once(seed: int) -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(unsigned int* turns, unsigned int* num_blocks) {
+            turns[blockIdx.x] += 1 + atomicAdd(num_blocks, 1);
+        }""",
+        *("pointer", "pointer"),
+    )
+    for num_blocks in (1, 2, 6, 1000):
+        turns = np.zeros(num_blocks, np.uint32)
+        with host.options(order_seed=seed, max_os_threads=1):
+            run(library, num_blocks, 1, turns, np.zeros(1, np.uint32))
+        np.testing.assert_array_equal(np.sort(turns), np.arange(1, num_blocks + 1))
+        in_order = bool((turns[:-1] < turns[1:]).all())
+        assert in_order or seed != 0
+        assert not in_order or seed == 0 or num_blocks < 1000
+
+
+def test_shared_memory_starts_as_nan_in_every_block() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(float* out) {
+            __shared__ float shared[32];
+            out[blockIdx.x * 32 + threadIdx.x] = shared[threadIdx.x];
+            shared[threadIdx.x] = 1.0f;
+        }""",
+        "pointer",
+    )
+    out = np.zeros((4, 32), np.float32)
+    with host.options(max_os_threads=1):
+        run(library, 4, 32, out)
+    assert np.isnan(out).all()
+
+
+def test_two_kernels_of_one_name_keep_apart() -> None:
+    text = """
+    __device__ unsigned int* counter() { static unsigned int count = 0; return &count; }
+    extern "C" __global__ void kernel(unsigned int* out) { out[0] = *counter() += STEP; }
+    """
+    first = compiled(text, "pointer", defines=("-DSTEP=1",))
+    second = compiled(text, "pointer", defines=("-DSTEP=100",))
+    out = np.zeros(1, np.uint32)
+    for library, expected in ((first, 1), (second, 100), (first, 2), (second, 200)):
+        run(library, 1, 1, out)
+        assert out[0] == expected
+
+
+# ---- The other built-ins ----
+
+
+def test_arithmetic_and_memory_built_ins() -> None:
+    library = compiled(
+        """
+        struct Pair { unsigned short low, high; };
+        extern "C" __global__ void kernel(const float* in, float* out, unsigned int* bits, const Pair* pair) {
+            const float a = __ldg(in), b = __ldcs(in + 1), c = in[2];
+            out[0] = __fadd_rn(__fmul_rn(a, b), c);
+            out[1] = __fmaf_rn(a, b, c) - fmaf(a, b, c);
+            out[2] = fmaf(a, b, -__fmul_rn(a, b));
+            out[3] = __fdiv_rn(__fsub_rn(a, b), __fsqrt_rn(c));
+            out[4] = min(a, b) + max(2, 3) + min(4u, 5) + max(-1LL, 7);
+            *reinterpret_cast<float4*>(out + 8) = make_float4(a, b, c, min(__uint_as_float(0x7fc00000u), a));
+            __stcs(reinterpret_cast<float2*>(out + 12), make_float2(c, a));
+            bits[0] = __float_as_uint(a);
+            bits[1] = __clz(1) + 100 * __clz(0) + 10000 * __clz(-1);
+            bits[2] = __popc(0xf0f0u);
+            bits[3] = atomicOr(bits + 4, 0x10u);
+            const Pair halves = __ldg(pair);
+            bits[5] = halves.low + halves.high;
+            const uint4 four = make_uint4(1, 2, 3, 4);
+            const uint2 two = make_uint2(5, 6);
+            bits[6] = four.x + four.y + four.z + four.w + two.x + two.y + warpSize;
+        }""",
+        *("pointer", "pointer", "pointer", "pointer"),
+    )
+    a, b, c = values = np.array([1.1, -2.3, 3.7], np.float32)
+    buffer = np.zeros(20, np.float32)
+    out = buffer[-buffer.ctypes.data % 16 // 4 :][:16]
+    bits = np.array([0, 0, 0, 0, 3, 0, 0], np.uint32)
+    run(library, 1, 1, values, out, bits, np.array([7, 9], np.uint16))
+    assert out[0] == a * b + c
+    assert out[1] == 0
+    assert out[2] == np.float32(np.float64(a) * np.float64(b) - np.float64(a * b))
+    assert out[3] == (a - b) / np.sqrt(c)
+    assert out[4] == b + np.float32(3) + np.float32(4) + np.float32(7)
+    np.testing.assert_array_equal(out[8:14], [a, b, c, a, c, a])
+    assert bits.tolist() == [int(a.view(np.uint32)), 31 + 3200, 8, 3, 0x13, 16, 53]
+
+
+CONVERSIONS = """
+extern "C" __global__ void kernel(const unsigned short* float16, float* widened, const float* values,
+                                  unsigned short* to_float16, unsigned short* to_bfloat16, long long length) {
+    for (long long i = threadIdx.x; i < length; i += blockDim.x) {
+        widened[i] = float16_bits_to_float(float16[i]);
+        to_float16[i] = float_to_float16_bits(values[i]);
+        to_bfloat16[i] = float_to_bfloat16_bits(values[i]);
+    }
+}
+"""
+
+
+def convert(values: np.ndarray[Any, Any], float16: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    library = compiled(CONVERSIONS, *["pointer"] * 5, "int64")
+    widened = np.zeros(values.size, np.float32)
+    narrowed = [np.zeros(values.size, np.uint16) for _ in range(2)]
+    run(library, 1, 32, float16, widened, values, *narrowed, values.size)
+    return [widened, *narrowed]
+
+
+def assert_same_bits(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
+    """Equal bits, where every NaN counts as one: a GPU writes 0x7fff for all of them."""
+    unsigned = f"u{expected.itemsize}"
+    is_nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(actual), is_nan)
+    np.testing.assert_array_equal(actual.view(unsigned)[~is_nan], expected.view(unsigned)[~is_nan])
+
+
+def test_every_16_bit_pattern_comes_back() -> None:
+    patterns = np.arange(65536, dtype=np.uint16)
+    for dtype, place in ((np.float16, 1), (ml_dtypes.bfloat16, 2)):
+        values = patterns.view(dtype).astype(np.float32)
+        converted = convert(values, patterns)
+        assert_same_bits(converted[0], patterns.view(np.float16).astype(np.float32))
+        assert_same_bits(converted[place].view(dtype), patterns.view(dtype))
+        assert (converted[place][np.isnan(values)] == 0x7FFF).all()
+
+
+def test_narrowing_rounds_to_nearest_even() -> None:
+    random = (
+        np.random.default_rng(3).integers(0, 2**32, 200_000, np.uint64).astype(np.uint32).view(np.float32)
+    )
+    small = np.random.default_rng(4).uniform(-(2**-13), 2**-13, 50_000).astype(np.float32)
+    values = [
+        random,
+        small,
+        np.float32([65504, 65519.996, 65520, 1e10, 2.0**-25, 2.0**-25 * 1.0001, 0, -0.0]),
+    ]
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        finite = np.arange(0x7C00 if dtype is np.float16 else 0x7F7F, dtype=np.uint16)
+        ties = (finite.view(dtype).astype(np.float64) + (finite + 1).view(dtype).astype(np.float64)) / 2
+        ties = ties[ties < np.finfo(np.float32).max].astype(np.float32)
+        values += [ties, -ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))]
+    everything = np.concatenate(values)
+    _, to_float16, to_bfloat16 = convert(everything, np.zeros(everything.size, np.uint16))
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert_same_bits(to_float16.view(np.float16), everything.astype(np.float16))
+        assert_same_bits(to_bfloat16.view(ml_dtypes.bfloat16), everything.astype(ml_dtypes.bfloat16))
+
+
+# ---- The compiler ----
+
+
+def test_compile_error_names_the_line() -> None:
+    with pytest.raises(
+        KernelCompileError, match=r"^kernel does not compile for the CPU: kernel\.cu:2:\d+: error"
+    ):
+        compiled('// a comment\nextern "C" __global__ void kernel() { return missing; }')
+
+
+def test_frame_too_large_for_a_fiber_does_not_compile() -> None:
+    text = """extern "C" __global__ void kernel(float* out, unsigned int i) {
+        volatile float values[20000];
+        values[i] = 1.0f;
+        out[0] = values[i / 2];
+    }"""
+    with pytest.raises(KernelCompileError, match="frame size"):
+        compiled(text, "pointer", "uint32")
+
+
+def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = host.unavailable_reason()
+    assert reason == "no C++ compiler: set CXX, or put one of g++, c++, clang++ on PATH"
+    with pytest.raises(DeviceError, match="no C"):
+        host.compiler_version()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert host.unavailable_reason() == "no C++ compiler: CXX=no-such-compiler is not on PATH"
+
+
+def test_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    reason = host.unavailable_reason()
+    assert reason is not None
+    assert reason.startswith("the C++ compiler does not work")
+
+
+def test_flag_that_the_compiler_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
+    picky = tmp_path / "picky c++"
+    picky.write_text(f'#!/bin/sh\ncase "$*" in *-march=native*) exit 1;; esac\nexec {" ".join(real)} "$@"\n')
+    picky.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{picky}'")
+    assert host.unavailable_reason() is None
+    assert "-march=native" not in host._toolchain().command
+    compiled('extern "C" __global__ void kernel() {}')
+
+
+# ---- Loading by variant ----
+
+
+@pytest.fixture
+def variant_of(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> Callable[[int], Variant]:
+    """Variants of a kernel that writes its macro VALUE, served in place of the files of `kernels/`."""
+    text = 'extern "C" __global__ void kernel(unsigned int* out) { out[0] = VALUE; }'
+    real = launch.source
+    monkeypatch.setattr(launch, "source", lambda name: text if name == "kernel.cu" else real(name))
+    return lambda value: Variant(description("pointer"), (("VALUE", str(value)),))
+
+
+def start_all(functions: list[Callable[[], Any]]) -> list[Any]:
+    """The results of calling each in a Python thread of its own."""
+    results: list[Any] = [None] * len(functions)
+
+    def call(place: int) -> None:
+        results[place] = functions[place]()
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_run_checks_and_launches(variant_of: Callable[[int], Variant]) -> None:
+    out = np.zeros(1, np.uint32)
+    host.run(Launch(variant_of(1001), 1, 1, (out.ctypes.data,)))
+    assert out[0] == 1001
+    with pytest.raises(DeviceError, match="blocks in a launch"):
+        host.run(Launch(variant_of(1001), 0, 1, (out.ctypes.data,)))
+
+
+def test_one_variant_is_compiled_once(
+    variant_of: Callable[[int], Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = host._compile
+    monkeypatch.setattr(host, "_compile", lambda *arguments: calls.append(1) or real(*arguments))
+    libraries = start_all([lambda: host.load(variant_of(1002))] * 4)
+    assert len(calls) == 1
+    assert libraries[0] is not None
+    assert all(library is libraries[0] for library in libraries)
+
+
+def test_different_variants_are_compiled_at_the_same_time(
+    variant_of: Callable[[int], Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(2)
+    real = host._compile
+
+    def compile_together(*arguments: Any) -> bytes:
+        together.wait(timeout=30)
+        return real(*arguments)
+
+    monkeypatch.setattr(host, "_compile", compile_together)
+    libraries = start_all([lambda: host.load(variant_of(1003)), lambda: host.load(variant_of(1004))])
+    assert None not in libraries
+
+
+# ---- The cache ----
+
+TRIVIAL = 'extern "C" __global__ void kernel(unsigned int* out) { out[0] = 17; }'
+
+
+def in_another_process(script: str, **environment: str) -> subprocess.Popen[str]:
+    """A Python that finds this `gdn`, the name `TRIVIAL`, and runs `script`."""
+    prelude = (
+        "import numpy as np\nfrom gdn.backends import cache, host\nfrom gdn.backends.launch import Kernel\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", f"{prelude}TRIVIAL = {TRIVIAL!r}\n{script}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+BUILD_AND_RUN = """
+out = np.zeros(1, np.uint32)
+host.build(Kernel("kernel", (("out", "pointer"),)), TRIVIAL).launch(1, 1, (out.ctypes.data,))
+print(out[0])
+"""
+
+
+def test_second_build_takes_the_entry(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.size_bytes() == 0
+    compiled(TRIVIAL, "pointer")
+    (entry,) = empty_cache.iterdir()
+    assert cache.size_bytes() == entry.stat().st_size > 0
+    monkeypatch.setattr(host, "_compile", None)
+    compiled(TRIVIAL, "pointer")
+
+
+def test_everything_that_changes_the_binary_changes_the_entry(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(TRIVIAL, "pointer")
+    compiled(TRIVIAL + "\n", "pointer")
+    compiled(TRIVIAL, "pointer", defines=("-DOTHER=1",))
+    with host.options(sanitize="undefined"):
+        compiled(TRIVIAL, "pointer")
+    real = launch.source
+    monkeypatch.setattr(launch, "source", lambda name: real(name) + "\n")
+    compiled(TRIVIAL, "pointer")
+    assert len(list(empty_cache.iterdir())) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
+def test_damaged_entry_is_built_again(empty_cache: Path, damage: str) -> None:
+    content = bytes(range(256)) * 8
+    entry = cache.store("entry", content)
+    stored = entry.read_bytes()
+    assert cache.find("entry") == entry
+    flipped = bytes([stored[0] ^ 1]) + stored[1:]
+    entry.write_bytes({"cut": stored[:-1], "flipped": flipped, "emptied": b""}[damage])
+    assert cache.find("entry") is None
+
+    compiled(TRIVIAL, "pointer", defines=(f"-D{damage}",))
+    (library,) = empty_cache.glob("*.so")
+    whole = library.read_bytes()
+    library.unlink()  # a new file: this process still has the old one mapped
+    library.write_bytes(whole[: len(whole) // 2])
+    compiled(TRIVIAL, "pointer", defines=(f"-D{damage}",))
+    assert library.read_bytes() == whole
+
+
+def test_processes_that_start_together_all_succeed(empty_cache: Path) -> None:
+    processes = [in_another_process(BUILD_AND_RUN) for _ in range(4)]
+    for process in processes:
+        output, errors = process.communicate(timeout=120)
+        assert (process.returncode, output, errors) == (0, "17\n", "")
+    assert len(list(empty_cache.iterdir())) == 1, "one entry and no temporary file is left"
+
+
+def test_cache_that_cannot_be_written_gives_way_to_a_folder_of_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    script = f"{BUILD_AND_RUN}{BUILD_AND_RUN}print(cache._private_directory(), len(list(cache._private_directory().iterdir())))"
+    process = in_another_process(script, GDN_CACHE_DIR=str(file / "cache"), TMPDIR=str(tmp_path))
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    first, second, place = output.splitlines()
+    assert (first, second) == ("17", "17")
+    folder, num_entries = place.rsplit(" ", 1)
+    assert num_entries == "1"
+    assert Path(folder).parent == tmp_path
+    assert not Path(folder).exists(), "it goes when the process ends"
+
+
+def test_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert cache.directory() == tmp_path / "a"
+    monkeypatch.delenv("GDN_CACHE_DIR")
+    assert cache.directory() == tmp_path / "b" / "gdn"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.directory() == tmp_path / "c" / ".cache" / "gdn"
+
+
+# ---- Sanitizers ----
+
+SANITIZED = """
+kernel = Kernel("kernel", (("out", "pointer"), ("place", "uint32")))
+text = '''extern "C" __global__ void kernel(float* out, unsigned int place) {
+    __shared__ float shared[64];
+    shared[threadIdx.x + PLACE] = threadIdx.x;
+    BARRIER;
+    out[threadIdx.x + place] = shared[63 - threadIdx.x];
+}'''
+with host.options(sanitize=SANITIZE, order_seed=SEED):
+    library = host.build(kernel, text, DEFINES)
+    out = np.zeros(64, np.float32)
+    library.launch(3, 64, (out.ctypes.data, OUT_PLACE))
+print("finished")
+"""
+
+
+def sanitized(sanitize: str, *defines: str, seed: int = 0, out_place: int = 0) -> tuple[int, str]:
+    """Exit code and output of a process that runs the kernel above under a sanitizer."""
+    runtime = {"address,undefined": "libasan.so", "thread": "libtsan.so"}[sanitize]
+    found = subprocess.run(
+        [*host._toolchain().command[:1], f"-print-file-name={runtime}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"the compiler brings no {runtime}")
+    constants = f"SANITIZE, SEED, DEFINES, OUT_PLACE = {sanitize!r}, {seed}, {defines!r}, {out_place}\n"
+    process = in_another_process(
+        constants + SANITIZED,
+        LD_PRELOAD=found,
+        ASAN_OPTIONS="detect_leaks=0",  # Python frees little at its end
+        TSAN_OPTIONS="exitcode=66",
+    )
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output + errors
+
+
+def test_sanitizers_are_silent_about_a_right_kernel() -> None:
+    for sanitize in ("address,undefined", "thread"):
+        for seed in (0, 5):
+            result = sanitized(sanitize, "-DPLACE=0", "-DBARRIER=__syncthreads()", seed=seed)
+            assert result == (0, "finished\n")
+
+
+def test_overrun_of_shared_memory_is_reported() -> None:
+    code, output = sanitized("address,undefined", "-DPLACE=1", "-DBARRIER=__syncthreads()")
+    assert code != 0
+    assert "kernel.cu:3" in output
+    assert "index 64 out of bounds" in output
+
+
+def test_overrun_of_an_array_is_reported() -> None:
+    code, output = sanitized("address,undefined", "-DPLACE=0", "-DBARRIER=__syncthreads()", out_place=1)
+    assert code != 0
+    assert "heap-buffer-overflow" in output
+    assert "kernel.cu:5" in output
+
+
+def test_missing_barrier_is_reported_at_its_line() -> None:
+    code, output = sanitized("thread", "-DPLACE=0", "-DBARRIER=")
+    assert code == 66
+    assert "data race" in output
+    assert "kernel.cu:3" in output
+
+
+def test_sanitizer_without_its_runtime_is_refused() -> None:
+    with host.options(sanitize="address"), pytest.raises(DeviceError, match="LD_PRELOAD"):
+        compiled(TRIVIAL, "pointer")

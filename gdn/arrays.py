@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -19,33 +19,29 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "uint32": np.dtype(np.uint32),
     "int32": np.dtype(np.int32),
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """One array of a call. Strides are in elements; `place` is "cpu" or "cuda:<device>".
 
-    For a description made from a shape alone, `array` and `place` are None and `pointer` is 0.
+    `begin` and `end` are the first byte it occupies and the one behind its last, equal for an empty array. For a
+    description made from a shape alone, `array` and `place` are None and addresses are 0.
     """
 
     name: str
     array: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    size: int
     dtype: str
     itemsize: int
     pointer: int
+    begin: int
+    end: int
     place: str | None
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
 
     def is_dense(self, first_axis: int = 0) -> bool:
         """Whether the axes from `first_axis` on lie row-major without gaps."""
@@ -80,27 +76,32 @@ def take(name: str, value: Any) -> Argument:
     if isinstance(array, np.ndarray):
         pointer, place = array.ctypes.data, CPU
     else:
-        pointer, place = int(array.data.ptr), f"cuda:{array.device.id}"
-    itemsize = array.dtype.itemsize
-    strides = array.strides
-    if itemsize == 0 or any(stride % itemsize for stride in strides) or pointer % itemsize:
+        pointer, place = array.data.ptr, f"cuda:{array.device.id}"
+    shape, dtype, itemsize = array.shape, array.dtype, array.itemsize
+    strides = _whole_elements(name, array.strides, itemsize)
+    if pointer % (itemsize or 1):
+        raise LayoutError(rejection(name, f"an address that is a multiple of {itemsize} bytes", pointer))
+    size = array.size
+    begin = end = pointer
+    if size:
+        for length, stride in zip(shape, strides, strict=True):
+            if stride > 0:
+                end += stride * (length - 1) * itemsize
+            else:
+                begin += stride * (length - 1) * itemsize
+        end += itemsize
+    dtype_name = _NAMES.get(dtype) or _dtype_name(dtype)
+    return Argument(name, array, shape, strides, size, dtype_name, itemsize, pointer, begin, end, place)
+
+
+def _whole_elements(name: str, byte_strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Strides in elements; raises LayoutError where one is not whole."""
+    strides = tuple([stride // itemsize for stride in byte_strides]) if itemsize else ()
+    if tuple([stride * itemsize for stride in strides]) != byte_strides:
         raise LayoutError(
-            rejection(
-                name,
-                "strides and address in whole elements",
-                f"strides {strides} of {itemsize}-byte elements",
-            )
+            rejection(name, "strides in whole elements", f"{byte_strides} bytes for elements of {itemsize}")
         )
-    return Argument(
-        name,
-        array,
-        array.shape,
-        tuple(stride // itemsize for stride in strides),
-        array.dtype.name if array.dtype.isnative else str(array.dtype),
-        itemsize,
-        pointer,
-        place,
-    )
+    return strides
 
 
 def _adopt(name: str, value: Any) -> Any:
@@ -153,9 +154,8 @@ def describe(name: str, value: Any) -> Argument:
     dtype_name = _dtype_name(dtype)
     itemsize = DTYPES[dtype_name].itemsize if dtype_name in DTYPES else 1
     shape = tuple(int(length) for length in shape)
-    return Argument(
-        name, None, shape, _strides_in_elements(name, value, shape, itemsize), dtype_name, itemsize, 0, None
-    )
+    strides = _strides_of(name, value, shape, itemsize)
+    return Argument(name, None, shape, strides, math.prod(shape), dtype_name, itemsize, 0, 0, 0, None)
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -167,15 +167,11 @@ def _dtype_name(dtype: Any) -> str:
     return numpy_dtype.name if numpy_dtype.isnative else str(numpy_dtype)
 
 
-def _strides_in_elements(name: str, value: Any, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def _strides_of(name: str, value: Any, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Byte strides where the object has them (NumPy, CuPy), row-major where it is a shape alone."""
     strides = getattr(value, "strides", None)
     if isinstance(strides, tuple) and len(strides) == len(shape):
-        if any(stride % itemsize for stride in strides):
-            raise LayoutError(
-                rejection(name, "strides in whole elements", f"{strides} bytes of {itemsize} each")
-            )
-        return tuple(stride // itemsize for stride in strides)
+        return _whole_elements(name, strides, itemsize)
     if callable(getattr(value, "stride", None)):  # PyTorch counts in elements already
         return tuple(int(stride) for stride in value.stride())
     dense: list[int] = []

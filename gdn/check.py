@@ -120,23 +120,12 @@ def require_disjoint(written: Argument, others: Sequence[Argument]) -> None:
 
 
 def _overlaps(left: Argument, right: Argument) -> bool:
-    (left_begin, left_end), (right_begin, right_end) = _extent(left), _extent(right)
-    if left_end <= right_begin or right_end <= left_begin:
+    if left.end <= right.begin or right.end <= left.begin or not (left.size and right.size):
         return False
     try:
         return np.shares_memory(_Addresses(left), _Addresses(right), max_work=_OVERLAP_STEPS)  # type: ignore[arg-type]  # NumPy's stub forgets __array_interface__
     except np.exceptions.TooHardError:
         return True
-
-
-def _extent(argument: Argument) -> tuple[int, int]:
-    """First byte and the byte after the last; an empty range for an empty array."""
-    if argument.size == 0:
-        return argument.pointer, argument.pointer
-    steps = [stride * (length - 1) for length, stride in zip(argument.shape, argument.strides, strict=True)]
-    first = argument.pointer + argument.itemsize * sum(step for step in steps if step < 0)
-    last = argument.pointer + argument.itemsize * sum(step for step in steps if step > 0)
-    return first, last + argument.itemsize
 
 
 class _Addresses:

@@ -133,32 +133,35 @@ __device__ __forceinline__ void add_across_row_groups(
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_recurrence_fwd(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
-    unsigned int qkv_is_packed,
+    long long qkv_is_packed,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,
-    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride, unsigned int state_is_packed,
+    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride, long long state_is_packed,
     const unsigned int* __restrict__ slot_idx, long long slot_idx_stride,
     const unsigned int* __restrict__ input_row_offsets, long long input_row_offsets_stride,
-    unsigned int offsets_are_signed,
+    long long offsets_are_signed,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
-    unsigned int out_is_packed,
+    long long out_is_packed,
     long long batch_size, long long total_seq_len, long long max_slots,
-    unsigned int num_key_heads, unsigned int num_value_heads) {
+    long long num_key_heads, long long group_size) {
     __shared__ Stage stage;
     __shared__ StateSums partial[2][NUM_WARPS][TILE_COLUMNS];
 
     const Batch batch = {slot_idx, slot_idx_stride, input_row_offsets, input_row_offsets_stride,
                          offsets_are_signed != 0, batch_size, total_seq_len, max_slots};
-    const unsigned int num_recurrence_blocks = static_cast<unsigned int>(batch_size) * num_value_heads * NUM_TILES;
+    const long long num_value_heads = num_key_heads * group_size;
+    // Block numbers fit 31 bits, and 32-bit divisions are several times cheaper than 64-bit ones.
+    const unsigned int blocks_per_sequence = static_cast<unsigned int>(num_value_heads) * NUM_TILES;
+    const unsigned int num_recurrence_blocks = static_cast<unsigned int>(batch_size) * blocks_per_sequence;
     if (blockIdx.x >= num_recurrence_blocks) {
         const long long first_row =
             static_cast<long long>(blockIdx.x - num_recurrence_blocks) * ROWS_PER_CLEARING_BLOCK;
         clear_unowned_rows(batch, first_row, out, out_token_stride, out_channel_stride,
-                           static_cast<long long>(num_value_heads) * VALUE_HEAD_DIM);
+                           num_value_heads * VALUE_HEAD_DIM);
         return;
     }
-    const unsigned int sequence = blockIdx.x / (num_value_heads * NUM_TILES);
-    const unsigned int value_head = blockIdx.x / NUM_TILES % num_value_heads;
+    const unsigned int sequence = blockIdx.x / blocks_per_sequence;
+    const unsigned int value_head = blockIdx.x % blocks_per_sequence / NUM_TILES;
     const long long tile_channel =
         static_cast<long long>(value_head) * VALUE_HEAD_DIM + blockIdx.x % NUM_TILES * TILE_COLUMNS;
     const long long slot = live_slot(batch, sequence);
@@ -177,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
         load_run(head_state + row * VALUE_HEAD_DIM, 1, state_is_packed != 0, state[row]);
 
     const long long key_channel =
-        static_cast<long long>(value_head / (num_value_heads / num_key_heads)) * KEY_HEAD_DIM;
-    const long long key_dim = static_cast<long long>(num_key_heads) * KEY_HEAD_DIM;
+        static_cast<long long>(value_head / static_cast<unsigned int>(group_size)) * KEY_HEAD_DIM;
+    const long long key_dim = num_key_heads * KEY_HEAD_DIM;
     const TokenInputs inputs = {
         qkv_conv_output + key_channel * qkv_channel_stride,
         qkv_conv_output + (key_dim + key_channel) * qkv_channel_stride,

@@ -249,7 +249,8 @@ def test_a_warp_that_the_block_does_not_fill_shuffles_with_a_full_mask() -> None
     library = compiled(
         """extern "C" __global__ void kernel(float* out) {
             float sum = 1.0f;
-            for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            for (int distance = 1; distance < 8; distance *= 2)
+                sum += __shfl_xor_sync(0xffffffffu, sum, distance);
             out[threadIdx.x] = sum;
             out[threadIdx.x + 40] = __shfl_sync(0xffffffffu, sum, 20);
         }""",
@@ -268,7 +269,7 @@ MISUSES = {
         "of which 0x00000000 have returned; 48 threads wait in __syncthreads",
     ),
     "half a warp in a shuffle, half returned": (
-        "if (threadIdx.x % 32 < 16) __shfl_xor_sync(0xffffffffu, 1.0f, 1);",
+        "if (threadIdx.x % 32 < 16) __shfl_xor_sync(0xffffffffu, 1.0f, 1); else return;",
         "lanes 0xffff0000 of its warp, of which 0xffff0000 have returned",
     ),
     "half a warp in a shuffle, half in a vote": (
@@ -445,8 +446,9 @@ def convert(values: np.ndarray[Any, Any], float16: np.ndarray[Any, Any]) -> list
 def assert_same_bits(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
     """Equal bits, where every NaN counts as one: a GPU writes 0x7fff for all of them."""
     unsigned = f"u{expected.itemsize}"
-    is_nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(actual), is_nan)
+    with np.errstate(invalid="ignore"):  # from signalling NaN of bfloat16
+        is_nan = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(actual), is_nan)
     np.testing.assert_array_equal(actual.view(unsigned)[~is_nan], expected.view(unsigned)[~is_nan])
 
 
@@ -468,7 +470,7 @@ def test_narrowing_rounds_to_nearest_even() -> None:
     values = [
         random,
         small,
-        np.float32([65504, 65519.996, 65520, 1e10, 2.0**-25, 2.0**-25 * 1.0001, 0, -0.0]),
+        np.array([65504, 65519.996, 65520, 1e10, 2**-25, 2**-25 * 1.0001, 0, -0.0], np.float32),
     ]
     for dtype in (np.float16, ml_dtypes.bfloat16):
         finite = np.arange(0x7C00 if dtype is np.float16 else 0x7F7F, dtype=np.uint16)
@@ -572,9 +574,9 @@ def test_run_checks_and_launches(variant_of: Callable[[int], Variant]) -> None:
 def test_one_variant_is_compiled_once(
     variant_of: Callable[[int], Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    calls: list[str] = []
     real = host._compile
-    monkeypatch.setattr(host, "_compile", lambda *arguments: calls.append(1) or real(*arguments))
+    monkeypatch.setattr(host, "_compile", lambda stem, *rest: (calls.append(stem), real(stem, *rest))[1])
     libraries = start_all([lambda: host.load(variant_of(1002))] * 4)
     assert len(calls) == 1
     assert libraries[0] is not None
@@ -675,7 +677,8 @@ def test_processes_that_start_together_all_succeed(empty_cache: Path) -> None:
 def test_cache_that_cannot_be_written_gives_way_to_a_folder_of_the_process(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")
-    script = f"{BUILD_AND_RUN}{BUILD_AND_RUN}print(cache._private_directory(), len(list(cache._private_directory().iterdir())))"
+    report = "folder = cache._private_directory(); print(folder, len(list(folder.iterdir())))"
+    script = f"{BUILD_AND_RUN}{BUILD_AND_RUN}{report}"
     process = in_another_process(script, GDN_CACHE_DIR=str(file / "cache"), TMPDIR=str(tmp_path))
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
@@ -701,36 +704,44 @@ def test_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 # ---- Sanitizers ----
 
 SANITIZED = """
-kernel = Kernel("kernel", (("out", "pointer"), ("place", "uint32")))
 text = '''extern "C" __global__ void kernel(float* out, unsigned int place) {
     __shared__ float shared[64];
-    shared[threadIdx.x + PLACE] = threadIdx.x;
-    BARRIER;
+    shared[threadIdx.x + SHARED_PLACE] = threadIdx.x;
+    FIRST_BARRIER;
     out[threadIdx.x + place] = shared[63 - threadIdx.x];
+    SECOND_BARRIER;
+    shared[threadIdx.x] = 0;
+    __syncthreads();
 }'''
+kernel = Kernel("kernel", (("out", "pointer"), ("place", "uint32")))
 with host.options(sanitize=SANITIZE, order_seed=SEED):
     library = host.build(kernel, text, DEFINES)
     out = np.zeros(64, np.float32)
     library.launch(3, 64, (out.ctypes.data, OUT_PLACE))
 print("finished")
 """
+RUNTIMES = {"address,undefined": "libasan.so", "thread": "libtsan.so"}
 
 
-def sanitized(sanitize: str, *defines: str, seed: int = 0, out_place: int = 0) -> tuple[int, str]:
+def sanitized(
+    sanitize: str,
+    *,
+    barriers: tuple[str, str] = ("__syncthreads()", "__syncthreads()"),
+    shared_place: int = 0,
+    out_place: int = 0,
+    seed: int = 0,
+) -> tuple[int, str]:
     """Exit code and output of a process that runs the kernel above under a sanitizer."""
-    runtime = {"address,undefined": "libasan.so", "thread": "libtsan.so"}[sanitize]
-    found = subprocess.run(
-        [*host._toolchain().command[:1], f"-print-file-name={runtime}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    if not os.path.isabs(found):
-        pytest.skip(f"the compiler brings no {runtime}")
+    asked = [host._toolchain().command[0], f"-print-file-name={RUNTIMES[sanitize]}"]
+    runtime = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip(f"the compiler brings no {RUNTIMES[sanitize]}")
+    first, second = barriers
+    defines = (f"-DFIRST_BARRIER={first}", f"-DSECOND_BARRIER={second}", f"-DSHARED_PLACE={shared_place}")
     constants = f"SANITIZE, SEED, DEFINES, OUT_PLACE = {sanitize!r}, {seed}, {defines!r}, {out_place}\n"
     process = in_another_process(
         constants + SANITIZED,
-        LD_PRELOAD=found,
+        LD_PRELOAD=runtime,
         ASAN_OPTIONS="detect_leaks=0",  # Python frees little at its end
         TSAN_OPTIONS="exitcode=66",
     )
@@ -738,32 +749,37 @@ def sanitized(sanitize: str, *defines: str, seed: int = 0, out_place: int = 0) -
     return process.returncode, output + errors
 
 
-def test_sanitizers_are_silent_about_a_right_kernel() -> None:
-    for sanitize in ("address,undefined", "thread"):
-        for seed in (0, 5):
-            result = sanitized(sanitize, "-DPLACE=0", "-DBARRIER=__syncthreads()", seed=seed)
-            assert result == (0, "finished\n")
+@pytest.mark.parametrize("sanitize", RUNTIMES)
+@pytest.mark.parametrize("seed", [0, 5])
+def test_sanitizers_are_silent_about_a_right_kernel(sanitize: str, seed: int) -> None:
+    assert sanitized(sanitize, seed=seed) == (0, "finished\n")
 
 
 def test_overrun_of_shared_memory_is_reported() -> None:
-    code, output = sanitized("address,undefined", "-DPLACE=1", "-DBARRIER=__syncthreads()")
+    code, output = sanitized("address,undefined", shared_place=1)
     assert code != 0
     assert "kernel.cu:3" in output
     assert "index 64 out of bounds" in output
 
 
 def test_overrun_of_an_array_is_reported() -> None:
-    code, output = sanitized("address,undefined", "-DPLACE=0", "-DBARRIER=__syncthreads()", out_place=1)
+    code, output = sanitized("address,undefined", out_place=1)
     assert code != 0
     assert "heap-buffer-overflow" in output
     assert "kernel.cu:5" in output
 
 
-def test_missing_barrier_is_reported_at_its_line() -> None:
-    code, output = sanitized("thread", "-DPLACE=0", "-DBARRIER=")
+@pytest.mark.parametrize(
+    ("barriers", "line"),
+    [(("", "__syncthreads()"), 3), (("__syncthreads()", ""), 7)],
+    ids=["first", "second"],
+)
+def test_missing_barrier_is_reported_at_its_lines(barriers: tuple[str, str], line: int) -> None:
+    code, output = sanitized("thread", barriers=barriers)
     assert code == 66
     assert "data race" in output
-    assert "kernel.cu:3" in output
+    assert f"kernel.cu:{line}" in output
+    assert "kernel.cu:5" in output
 
 
 def test_sanitizer_without_its_runtime_is_refused() -> None:

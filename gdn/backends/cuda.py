@@ -11,15 +11,12 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
 from gdn.backends.launch import Launch, Variant, source
 from gdn.errors import DeviceError, KernelCompileError, rejection
 
 #: Rounding instructions for bfloat16 exist from here on.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
-_SCALAR = {"pointer": np.uint64, "int64": np.int64, "uint32": np.uint32}
 _functions: dict[tuple[Variant, int], Any] = {}
 _compile_lock = Lock()
 
@@ -47,12 +44,9 @@ def run(launch: Launch, device: int) -> None:
 
     launch.check()
     function = load(launch.variant, device)
-    arguments = tuple(
-        _SCALAR[kind](value)
-        for (_, kind), value in zip(launch.variant.kernel.parameters, launch.arguments, strict=True)
-    )
+    # CuPy passes a Python int in 8 bytes, the width of every parameter.
     with cupy.cuda.Device(device):
-        function((launch.num_blocks,), (launch.threads_per_block,), arguments)
+        function((launch.num_blocks,), (launch.threads_per_block,), launch.arguments)
 
 
 def load(variant: Variant, device: int) -> Any:

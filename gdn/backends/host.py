@@ -305,7 +305,7 @@ def _require_sanitizer_runtime(sanitize: str) -> None:
 
 def _compile(stem: str, command: Sequence[str], text: str) -> bytes:
     """The bytes of the shared library that `command` makes of `text`."""
-    # LC_ALL: _compile_error knows English. LD_PRELOAD: a sanitizer's runtime is for the kernel, not the compiler.
+    # LC_ALL: _compile_error knows English. LD_PRELOAD: a sanitizer's runtime would slow the compiler down.
     environment = {**os.environ, "LC_ALL": "C", "LD_PRELOAD": ""}
     with tempfile.TemporaryDirectory(prefix="gdn-") as folder:
         target = Path(folder, "kernel.so")

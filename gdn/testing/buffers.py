@@ -34,26 +34,28 @@ class Buffer:
     def array(self) -> Array:
         """The array as a NumPy view of the memory."""
         itemsize = self.memory.dtype.itemsize
-        return np.ndarray(
+        view: Array = np.ndarray(
             self.shape,
             self.memory.dtype,
             buffer=self.memory,
             offset=self.offset * itemsize,
             strides=tuple(stride * itemsize for stride in self.strides),
         )
+        return view
 
     def copy(self) -> Buffer:
         """The same layout over memory of its own."""
         return replace(self, memory=self.memory.copy())
 
-    def on_gpu(self) -> Any:
-        """The array as a CuPy view of a copy of the memory on the current device."""
+    def on_gpu(self) -> tuple[Any, Any]:
+        """A copy of the memory on the current device, and the array as a CuPy view of it."""
         import cupy
 
         memory = cupy.asarray(self.memory)
         itemsize = self.memory.dtype.itemsize
         strides = tuple(stride * itemsize for stride in self.strides)
-        return cupy.ndarray(self.shape, memory.dtype, memory.data + self.offset * itemsize, strides=strides)
+        pointer = memory.data + self.offset * itemsize
+        return memory, cupy.ndarray(self.shape, memory.dtype, pointer, strides=strides)
 
 
 def lay_out(values: Array, layout: str, filler: float = 0) -> Buffer:

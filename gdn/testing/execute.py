@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -91,12 +91,10 @@ def _run_in_place(buffers: list[Buffer], out: Buffer) -> list[Buffer]:
 
 
 def _run_on_gpu(buffers: list[Buffer], out: Buffer) -> list[Buffer]:
-    on_gpu = [buffer.on_gpu() for buffer in (*buffers, out)]
+    memories, on_gpu = zip(*(buffer.on_gpu() for buffer in (*buffers, out)), strict=True)
     ops.gated_delta_recurrence_fwd(*on_gpu[:-1], out=on_gpu[-1])
-    # The base of each view is the whole memory around it.
     return [
-        Buffer(array.base.get(), buffer.offset, buffer.shape, buffer.strides)
-        for array, buffer in zip(on_gpu, (*buffers, out), strict=True)
+        replace(buffer, memory=memory.get()) for memory, buffer in zip(memories, (*buffers, out), strict=True)
     ]
 
 

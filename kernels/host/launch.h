@@ -31,16 +31,6 @@ inline Block* take_idle() {
     return block;
 }
 
-inline Block* new_block() {
-    auto* block = static_cast<Block*>(calloc(1, sizeof(Block)));
-#ifdef __SANITIZE_THREAD__
-    if (block != nullptr) {
-        for (Context& fiber : block->fibers) fiber.tsan_fiber = __tsan_create_fiber(0);
-    }
-#endif
-    return block;
-}
-
 inline bool provide_stacks(Block& block, unsigned num_stacks) {
     if (block.num_stacks >= num_stacks) return true;
     if (block.num_stacks > 0) munmap(block.stacks, block.num_stacks * STACK_STRIDE);
@@ -51,16 +41,21 @@ inline bool provide_stacks(Block& block, unsigned num_stacks) {
     return block.num_stacks > 0;
 }
 
-// A block with `num_threads` stacks for the calling OS thread, or null when memory is out.
+// A block of `num_threads` fibers for the calling OS thread, or null when memory is out.
 inline Block* take_block(unsigned num_threads) {
     Block* block = take_idle();
-    if (block == nullptr) block = new_block();
-    if (block != nullptr && !provide_stacks(*block, num_threads)) {
+    if (block == nullptr) block = static_cast<Block*>(calloc(1, sizeof(Block)));
+    if (block == nullptr) return nullptr;
+    if (!provide_stacks(*block, num_threads)) {
         put_back(block);
-        block = nullptr;
+        return nullptr;
     }
 #ifdef __SANITIZE_THREAD__
-    if (block != nullptr) block->os_thread.tsan_fiber = __tsan_get_current_fiber();
+    block->os_thread.tsan_fiber = __tsan_get_current_fiber();
+    for (unsigned i = 0; i < num_threads; ++i) {
+        void*& fiber = block->fibers[i].tsan_fiber;
+        if (fiber == nullptr) fiber = __tsan_create_fiber(0);
+    }
 #endif
     return block;
 }

@@ -50,11 +50,7 @@ class Argument(NamedTuple):
             if length != 1 and stride != expected:
                 return False
             expected *= length
-        return (
-            first_axis >= len(self.shape)
-            or self.shape[first_axis] == 1
-            or self.strides[first_axis] == expected
-        )
+        return first_axis >= len(self.shape) or self.shape[first_axis] == 1 or self.strides[first_axis] == expected
 
     def rows_are_packed(self) -> bool:
         """Whether the last axis is dense and every start of a row lies on a 16-byte boundary.
@@ -116,9 +112,7 @@ def _adopt(name: str, value: Any) -> Any:
                 return np.from_dlpack(value)
             if device_type == _DLPACK_CUDA:
                 return _cupy(name).from_dlpack(value)
-            raise DeviceError(
-                rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}")
-            )
+            raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
         if hasattr(value, "__cuda_array_interface__"):
             return _cupy(name).asarray(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -135,9 +129,7 @@ def _cupy(name: str) -> Any:
         import cupy
     except ImportError as error:
         raise DeviceError(
-            rejection(
-                name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}"
-            )
+            rejection(name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}")
         ) from error
     return cupy
 

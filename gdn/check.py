@@ -61,9 +61,7 @@ def require_dense_after(argument: Argument, axis: int) -> None:
             )
         )
     if axis and argument.size and argument.shape[0] > 1 and abs(argument.strides[0]) < entry:
-        raise LayoutError(
-            rejection(argument.name, f"a first stride of at least {entry} elements", argument.strides[0])
-        )
+        raise LayoutError(rejection(argument.name, f"a first stride of at least {entry} elements", argument.strides[0]))
 
 
 def require_distinct_elements(argument: Argument) -> None:

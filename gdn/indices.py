@@ -9,6 +9,7 @@ import numpy as np
 from gdn.arrays import Argument, to_numpy
 from gdn.errors import IndexValueError, rejection
 from gdn.recurrence import RecurrenceInputs
+from gdn.ring import FoldInputs, VerifyInputs, ring_len
 
 PAD_SLOT = 0xFFFFFFFF
 
@@ -29,8 +30,25 @@ def check_recurrence_indices(inputs: RecurrenceInputs) -> None:
     """Slots and offsets of a recurrence call; raises IndexValueError with the first offending position."""
     offsets = offset_values(inputs.input_row_offsets)
     _check_offsets(inputs.input_row_offsets.name, offsets, inputs.total_seq_len)
-    slots = slot_values(inputs.slot_idx)
-    _check_slots(inputs.slot_idx.name, slots, inputs.max_slots, np.diff(offsets) > 0)
+    _check_table(inputs.slot_idx, "slot", inputs.max_slots, np.diff(offsets) > 0)
+
+
+def check_verify_indices(inputs: VerifyInputs) -> None:
+    """Those of the recurrence, and ring rows; raises IndexValueError with the first offending position."""
+    check_recurrence_indices(inputs.recurrence)
+    has_tokens = np.diff(offset_values(inputs.recurrence.input_row_offsets)) > 0
+    _check_table(inputs.ring_slot_idx, "ring row", inputs.ring.shape[0], has_tokens)
+
+
+def check_fold_indices(inputs: FoldInputs) -> None:
+    """Slots and ring rows of a fold; raises IndexValueError with the first offending position.
+
+    A row whose count says that nothing is folded is not live. Counts themselves may be anything.
+    """
+    counts = slot_values(inputs.num_accepted)
+    is_folded = np.broadcast_to((counts > 0) & (counts <= ring_len(inputs.ring)), inputs.row_ids.shape)
+    _check_table(inputs.row_ids, "slot", inputs.recurrent_state.shape[0], is_folded)
+    _check_table(inputs.ring_row_ids, "ring row", inputs.ring.shape[0], is_folded)
 
 
 def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:
@@ -40,9 +58,7 @@ def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:
     decreasing = np.flatnonzero(np.diff(offsets) < 0) + 1
     if decreasing.size:
         at = decreasing[0]
-        raise IndexValueError(
-            rejection(f"{name}[{at}]", f"at least {name}[{at - 1}] = {offsets[at - 1]}", offsets[at])
-        )
+        raise IndexValueError(rejection(f"{name}[{at}]", f"at least {name}[{at - 1}] = {offsets[at - 1]}", offsets[at]))
     beyond = np.flatnonzero(offsets > total_seq_len)
     if beyond.size:
         raise IndexValueError(
@@ -50,24 +66,25 @@ def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:
         )
 
 
-def _check_slots(name: str, slots: IndexArray, max_slots: int, has_tokens: np.ndarray[Any, Any]) -> None:
-    used = slots != PAD_SLOT
-    outside = np.flatnonzero(used & (slots >= max_slots))
+def _check_table(table: Argument, entry: str, count: int, is_live: np.ndarray[Any, Any]) -> None:
+    """Entries name one of `count` slots or ring rows, or are PAD_SLOT, and no two live ones name the same.
+
+    A row that is not live (an empty sequence, say) reads and writes nothing, so it may name what another uses.
+    """
+    values = slot_values(table)
+    used = values != PAD_SLOT
+    outside = np.argwhere(used & (values >= count))
     if outside.size:
-        at = outside[0]
-        raise IndexValueError(
-            rejection(f"{name}[{at}]", f"a slot below max_slots = {max_slots}, or PAD_SLOT", slots[at])
-        )
-    # An empty sequence leaves its slot alone, so it may name one that another sequence uses.
-    live = np.flatnonzero(used & has_tokens)
-    order = live[np.argsort(slots[live], kind="stable")]
-    repeated = np.flatnonzero(np.diff(slots[order]) == 0)
+        at = tuple(outside[0])
+        raise IndexValueError(rejection(_place(table, at), f"a {entry} below {count}, or PAD_SLOT", values[at]))
+    live = np.flatnonzero(used & is_live)
+    order = live[np.argsort(values.flat[live], kind="stable")]
+    repeated = np.flatnonzero(np.diff(values.flat[order]) == 0)
     if repeated.size:
-        first, second = order[repeated[0]], order[repeated[0] + 1]
-        raise IndexValueError(
-            rejection(
-                f"{name}[{second}]",
-                "a slot that no other live sequence uses",
-                f"{slots[second]}, as {name}[{first}]",
-            )
-        )
+        first, second = (np.unravel_index(order[repeated[0] + step], values.shape) for step in (0, 1))
+        got = f"{values[second]}, as {_place(table, first)}"
+        raise IndexValueError(rejection(_place(table, second), f"a {entry} that no other live row uses", got))
+
+
+def _place(table: Argument, position: tuple[np.intp, ...]) -> str:
+    return f"{table.name}[{', '.join(str(int(axis)) for axis in position)}]"

@@ -11,14 +11,28 @@ from collections.abc import Callable
 from typing import Any
 
 from gdn import arrays
-from gdn.backends import backend_for_numpy_arrays, cuda, host
+from gdn.arrays import Argument
+from gdn.backends import backend_for_numpy_arrays, cuda, host, recurrence
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
+from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
+from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import numpy as numpy_backend
+from gdn.backends.launch import Launch
+from gdn.check import require_disjoint
 from gdn.errors import GdnError, rejection
-from gdn.indices import check_recurrence_indices
-from gdn.recurrence import recurrence_inputs, require_readout, require_writable_pool
+from gdn.geometry import HeadGeometry
+from gdn.indices import check_fold_indices, check_recurrence_indices, check_verify_indices
+from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout, require_writable_pool
+from gdn.ring import fold_inputs, require_writable_fold, require_writable_ring, verify_inputs
 
-__all__ = ["check_indices", "gated_delta_recurrence_fwd", "gated_delta_recurrence_fwd_shape"]
+__all__ = [
+    "check_indices",
+    "gated_delta_recurrence_fwd",
+    "gated_delta_recurrence_fwd_shape",
+    "gated_delta_recurrence_verify_ring",
+    "gated_delta_ring_record_elements",
+    "gated_delta_state_fold",
+]
 
 
 def gated_delta_recurrence_fwd(
@@ -78,23 +92,18 @@ def gated_delta_recurrence_fwd(
         input_row_offsets,
     )
     place = require_writable_pool(inputs)
-    if out is not None:
-        readout = arrays.take("out", out)
-        require_readout(readout, inputs)
+    readout = None if out is None else _readout_argument(out, inputs)
     if place == arrays.CPU:
         check_recurrence_indices(inputs)
-    tile = fwd_kernel.row_tile(inputs)
-    num_blocks = fwd_kernel.num_blocks(inputs, tile)
-    if out is None:
-        readout = arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
-    if num_blocks == 0:
-        return readout.array
-    if place == arrays.CPU and backend_for_numpy_arrays() == "numpy":
-        numpy_backend.gated_delta_recurrence_fwd(inputs, readout)
-    elif place == arrays.CPU:
-        host.run(fwd_kernel.launch(inputs, readout, tile))
-    else:
-        cuda.run(fwd_kernel.launch(inputs, readout, tile), cuda.device_index(place))
+    tile = recurrence.row_tile(inputs)
+    num_blocks = recurrence.num_blocks(inputs, tile)
+    readout = readout or _new_readout(inputs, place)
+    if num_blocks:
+        _run(
+            place,
+            lambda: numpy_backend.gated_delta_recurrence_fwd(inputs, readout),
+            lambda: fwd_kernel.launch(inputs, readout, tile),
+        )
     return readout.array
 
 
@@ -123,8 +132,142 @@ def gated_delta_recurrence_fwd_shape(
         slot_idx,
         input_row_offsets,
     )
-    fwd_kernel.num_blocks(inputs, fwd_kernel.row_tile(inputs))
+    recurrence.num_blocks(inputs, recurrence.row_tile(inputs))
     return inputs.out_shape
+
+
+def gated_delta_ring_record_elements(key_head_dim: int, value_head_dim: int, group_size: int) -> int:
+    """Elements of one ring record, the least that a ring's last axis may be.
+
+    = key_head_dim + group_size * (value_head_dim + 1): the raw key; then per value head of the group a row of
+    value_head_dim delta factors; then per value head of the group one decay. Records start on 16-byte boundaries, and
+    are written and read faster, where the last axis is rounded up to a multiple of 8.
+
+    Raises ShapeError for a head size or group that no kernel serves.
+    """
+    return HeadGeometry(1, group_size, key_head_dim, value_head_dim).record_elements
+
+
+def gated_delta_recurrence_verify_ring(
+    qkv_conv_output: Any,
+    decay_per_token: Any,
+    beta_per_token: Any,
+    recurrent_state: Any,
+    slot_idx: Any,
+    input_row_offsets: Any,
+    ring: Any,
+    ring_slot_idx: Any,
+    *,
+    out: Any = None,
+) -> Any:
+    """Read out a speculative window without touching the states, and leave a record of each token.
+
+    The readout is that of `gated_delta_recurrence_fwd` on the same arguments, bit for bit. A row of at most RING_LEN
+    tokens leaves its slot alone; its token ``i`` writes record ``i`` of ring row ``ring_slot_idx[b]``, one record per
+    key head, from which `gated_delta_state_fold` advances the state over as many tokens as were accepted. A row longer
+    than RING_LEN records nothing and advances its slot itself, as gated_delta_recurrence_fwd does.
+
+    Args:
+        qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets, out: as in
+            `gated_delta_recurrence_fwd`.
+        ring: [ring_rows, num_key_heads, RING_LEN, record_stride], dense, float32 (float16 and bfloat16 are taken
+            too; the fold is then within their rounding, not exact). RING_LEN is 1 to 64, record_stride at least
+            `gated_delta_ring_record_elements`. Changed in place: the records of live windows only; elements beyond a
+            record are neither read nor written.
+        ring_slot_idx: [batch_size], uint32 or int32: the ring row of each sequence. A table of its own: nothing ties
+            ring rows to slots. ``gdn.PAD_SLOT`` makes the row padding.
+
+    Returns:
+        ``out``, a NumPy or CuPy array.
+
+    Raises:
+        As `gated_delta_recurrence_fwd`.
+    """
+    inputs = verify_inputs(
+        arrays.take,
+        recurrence_inputs(
+            arrays.take,
+            qkv_conv_output,
+            decay_per_token,
+            beta_per_token,
+            recurrent_state,
+            slot_idx,
+            input_row_offsets,
+        ),
+        ring,
+        ring_slot_idx,
+    )
+    place = require_writable_ring(inputs)
+    readout = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
+    if place == arrays.CPU:
+        check_verify_indices(inputs)
+    tile = recurrence.row_tile(inputs.recurrence)
+    num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
+    readout = readout or _new_readout(inputs.recurrence, place)
+    if num_blocks:
+        _run(
+            place,
+            lambda: numpy_backend.gated_delta_recurrence_verify_ring(inputs, readout),
+            lambda: verify_kernel.launch(inputs, readout, tile),
+        )
+    return readout.array
+
+
+def gated_delta_state_fold(recurrent_state: Any, row_ids: Any, ring: Any, ring_row_ids: Any, num_accepted: Any) -> None:
+    """Advance states over the first accepted records of their windows, all layers in one launch.
+
+    For each layer and row, with ``n = num_accepted[b]``, the state in slot ``row_ids[layer, b]`` becomes what
+    `gated_delta_recurrence_fwd` over the first n tokens of the window would have left, bit for bit with a float32
+    ring. A count of 0, or one above RING_LEN (the verify advanced that row itself), leaves the row's bytes alone.
+    Records from the n-th on are never read. Folding twice applies twice.
+
+    Args:
+        recurrent_state: [max_slots, num_value_heads, key_head_dim, value_head_dim], as in the recurrence; the slots
+            of all layers. Changed in place.
+        row_ids: [num_layers, batch_size], uint32 or int32: slots. ``gdn.PAD_SLOT`` skips a row.
+        ring: [ring_rows, num_key_heads, RING_LEN, record_stride], as `gated_delta_recurrence_verify_ring` left it;
+            the rows of all layers.
+        ring_row_ids: [num_layers, batch_size], uint32 or int32: ring rows. ``gdn.PAD_SLOT`` skips a row.
+        num_accepted: [batch_size], uint32 or int32: accepted tokens of each row, the same in all layers.
+
+    Raises:
+        ShapeError, DTypeError, LayoutError, DeviceError: an argument breaks a rule above; nothing was written.
+        IndexValueError: NumPy arrays only: an index value breaks a rule of `check_indices`.
+        KernelCompileError: the kernel did not compile.
+    """
+    inputs = fold_inputs(arrays.take, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
+    place = require_writable_fold(inputs)
+    if place == arrays.CPU:
+        check_fold_indices(inputs)
+    tile = fold_kernel.row_tile(inputs)
+    if fold_kernel.num_blocks(inputs, tile):
+        _run(
+            place,
+            lambda: numpy_backend.gated_delta_state_fold(inputs),
+            lambda: fold_kernel.launch(inputs, tile),
+        )
+
+
+def _readout_argument(out: Any, inputs: RecurrenceInputs, *others: Argument) -> Argument:
+    """`out` as given, checked; `others` are arrays of the call that it must not overlap either."""
+    readout = arrays.take("out", out)
+    require_readout(readout, inputs)
+    require_disjoint(readout, others)
+    return readout
+
+
+def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
+    return arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
+
+
+def _run(place: str, numpy_form: Callable[[], None], launch: Callable[[], Launch]) -> None:
+    """Run a checked call where its arrays live, on the backend chosen for NumPy arrays if that is the CPU."""
+    if place != arrays.CPU:
+        cuda.run(launch(), cuda.device_index(place))
+    elif backend_for_numpy_arrays() == "host":
+        host.run(launch())
+    else:
+        numpy_form()
 
 
 def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
@@ -154,10 +297,26 @@ def _check_fwd_indices(*six: Any, out: Any = None) -> None:
     inputs = recurrence_inputs(arrays.take, *six)
     require_writable_pool(inputs)
     if out is not None:
-        require_readout(arrays.take("out", out), inputs)
+        _readout_argument(out, inputs)
     check_recurrence_indices(inputs)
+
+
+def _check_verify_indices(*eight: Any, out: Any = None) -> None:
+    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *eight[:-2]), *eight[-2:])
+    require_writable_ring(inputs)
+    if out is not None:
+        _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
+    check_verify_indices(inputs)
+
+
+def _check_fold_indices(*five: Any) -> None:
+    inputs = fold_inputs(arrays.take, *five)
+    require_writable_fold(inputs)
+    check_fold_indices(inputs)
 
 
 _INDEX_CHECKS: dict[Callable[..., Any], Callable[..., None]] = {
     gated_delta_recurrence_fwd: _check_fwd_indices,
+    gated_delta_recurrence_verify_ring: _check_verify_indices,
+    gated_delta_state_fold: _check_fold_indices,
 }

@@ -30,10 +30,14 @@ __device__ __forceinline__ long long clamped_offset(const Batch& batch, long lon
     return offset < 0 ? 0 : offset > batch.total_seq_len ? batch.total_seq_len : offset;
 }
 
-// The slot of a sequence, or -1 where it is padding or lies outside the pool.
+// An index into `count` slots or ring rows; -1 where it is PAD_SLOT or lies outside.
+__device__ __forceinline__ long long valid_index(unsigned int index, long long count) {
+    return index == PAD_SLOT || static_cast<long long>(index) >= count ? -1 : static_cast<long long>(index);
+}
+
+// The slot of a sequence, or -1 where the sequence is padding.
 __device__ __forceinline__ long long live_slot(const Batch& batch, long long sequence) {
-    const unsigned int slot = batch.slot_idx[sequence * batch.slot_idx_stride];
-    return slot == PAD_SLOT || static_cast<long long>(slot) >= batch.max_slots ? -1 : static_cast<long long>(slot);
+    return valid_index(batch.slot_idx[sequence * batch.slot_idx_stride], batch.max_slots);
 }
 
 // The rows of a sequence; begin >= end where it has none (a decreasing pair among them).
@@ -41,16 +45,17 @@ __device__ __forceinline__ RowRange sequence_rows(const Batch& batch, long long 
     return {clamped_offset(batch, sequence), clamped_offset(batch, sequence + 1)};
 }
 
-// Zero those of the ROWS_PER_CLEARING_BLOCK rows from `first_row` on that no live sequence owns. A block
-// looks at every sequence, which stays right whatever the offsets hold: gaps before, after and between
-// sequences, padding rows, offsets that decrease. Call it with a whole block.
+// Zero those of the ROWS_PER_CLEARING_BLOCK rows of the n-th clearing block that no live sequence owns. The block
+// looks at every sequence, which stays right whatever the offsets hold: gaps before, after and between sequences,
+// padding rows, offsets that decrease. Call it with a whole block; `is_live(sequence)` says what is not padding.
 constexpr int ROWS_PER_CLEARING_BLOCK = 64;
 
-template <typename Stored>
+template <typename IsLive, typename Stored>
 __device__ __forceinline__ void clear_unowned_rows(
-    const Batch& batch, long long first_row, Stored* out, long long out_token_stride, long long out_channel_stride,
-    long long num_channels) {
+    const Batch& batch, unsigned int clearing_block, const IsLive& is_live, Stored* out, long long out_token_stride,
+    long long out_channel_stride, long long num_channels) {
     __shared__ unsigned int owned[ROWS_PER_CLEARING_BLOCK / 32];
+    const long long first_row = static_cast<long long>(clearing_block) * ROWS_PER_CLEARING_BLOCK;
     const long long last_row = first_row + ROWS_PER_CLEARING_BLOCK < batch.total_seq_len
                                    ? first_row + ROWS_PER_CLEARING_BLOCK
                                    : batch.total_seq_len;
@@ -60,7 +65,7 @@ __device__ __forceinline__ void clear_unowned_rows(
         const RowRange rows = sequence_rows(batch, sequence);
         const long long begin = rows.begin > first_row ? rows.begin : first_row;
         const long long end = rows.end < last_row ? rows.end : last_row;
-        if (begin >= end || live_slot(batch, sequence) < 0) continue;
+        if (begin >= end || !is_live(sequence)) continue;
         for (int row = static_cast<int>(begin - first_row); row < static_cast<int>(end - first_row); ++row)
             atomicOr(&owned[row / 32], 1u << (row % 32));
     }

@@ -463,9 +463,7 @@ def test_every_16_bit_pattern_comes_back() -> None:
 
 
 def test_narrowing_rounds_to_nearest_even() -> None:
-    random = (
-        np.random.default_rng(3).integers(0, 2**32, 200_000, np.uint64).astype(np.uint32).view(np.float32)
-    )
+    random = np.random.default_rng(3).integers(0, 2**32, 200_000, np.uint64).astype(np.uint32).view(np.float32)
     small = np.random.default_rng(4).uniform(-(2**-13), 2**-13, 50_000).astype(np.float32)
     values = [
         random,
@@ -488,9 +486,7 @@ def test_narrowing_rounds_to_nearest_even() -> None:
 
 
 def test_compile_error_names_the_line() -> None:
-    with pytest.raises(
-        KernelCompileError, match=r"^kernel does not compile for the CPU: kernel\.cu:2:\d+: error"
-    ):
+    with pytest.raises(KernelCompileError, match=r"^kernel does not compile for the CPU: kernel\.cu:2:\d+: error"):
         compiled('// a comment\nextern "C" __global__ void kernel() { return missing; }')
 
 
@@ -571,9 +567,7 @@ def test_run_checks_and_launches(variant_of: Callable[[int], Variant]) -> None:
         host.run(Launch(variant_of(1001), 0, 1, (out.ctypes.data,)))
 
 
-def test_one_variant_is_compiled_once(
-    variant_of: Callable[[int], Variant], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_variant_is_compiled_once(variant_of: Callable[[int], Variant], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real = host._compile
     monkeypatch.setattr(host, "_compile", lambda stem, *rest: (calls.append(stem), real(stem, *rest))[1])
@@ -605,9 +599,7 @@ TRIVIAL = 'extern "C" __global__ void kernel(unsigned int* out) { out[0] = 17; }
 
 def in_another_process(script: str, **environment: str) -> subprocess.Popen[str]:
     """A Python that finds this `gdn`, the name `TRIVIAL`, and runs `script`."""
-    prelude = (
-        "import numpy as np\nfrom gdn.backends import cache, host\nfrom gdn.backends.launch import Kernel\n"
-    )
+    prelude = "import numpy as np\nfrom gdn.backends import cache, host\nfrom gdn.backends.launch import Kernel\n"
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", f"{prelude}TRIVIAL = {TRIVIAL!r}\n{script}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

@@ -1,107 +1,26 @@
-"""The launch of `kernels/gated_delta_recurrence_fwd.cu`: its parameters, variant, grid and arguments."""
+"""The launch of `kernels/gated_delta_recurrence_fwd.cu`."""
 
 from __future__ import annotations
 
 from gdn.arrays import Argument
-from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS, Kernel, Launch, Variant
-from gdn.backends.row_tile import RowTile, row_tile_for
-from gdn.errors import ShapeError, rejection
+from gdn.backends import recurrence
+from gdn.backends.launch import Kernel, Launch, Variant
+from gdn.backends.row_tile import RowTile
 from gdn.recurrence import RecurrenceInputs
 
-#: As in `kernels/ragged_rows.cuh`.
-ROWS_PER_CLEARING_BLOCK = 64
-
-KERNEL = Kernel(
-    "gated_delta_recurrence_fwd",
-    (
-        ("qkv_conv_output", "pointer"),
-        ("qkv_token_stride", "int64"),
-        ("qkv_channel_stride", "int64"),
-        ("qkv_is_packed", "int64"),
-        ("decay_per_token", "pointer"),
-        ("decay_token_stride", "int64"),
-        ("decay_head_stride", "int64"),
-        ("beta_per_token", "pointer"),
-        ("beta_token_stride", "int64"),
-        ("beta_head_stride", "int64"),
-        ("recurrent_state", "pointer"),
-        ("state_slot_stride", "int64"),
-        ("state_is_packed", "int64"),
-        ("slot_idx", "pointer"),
-        ("slot_idx_stride", "int64"),
-        ("input_row_offsets", "pointer"),
-        ("input_row_offsets_stride", "int64"),
-        ("offsets_are_signed", "int64"),
-        ("out", "pointer"),
-        ("out_token_stride", "int64"),
-        ("out_channel_stride", "int64"),
-        ("out_is_packed", "int64"),
-        ("batch_size", "int64"),
-        ("total_seq_len", "int64"),
-        ("max_slots", "int64"),
-        ("num_key_heads", "int64"),
-        ("group_size", "int64"),
-    ),
-)
-
-
-def row_tile(inputs: RecurrenceInputs) -> RowTile:
-    """The thread map for these inputs."""
-    geometry = inputs.geometry
-    return row_tile_for(geometry.key_head_dim, geometry.value_head_dim, inputs.recurrent_state.itemsize)
-
-
-def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
-    """Blocks of the grid; raises ShapeError when one launch cannot hold them."""
-    geometry = inputs.geometry
-    recurrence = inputs.batch_size * geometry.num_value_heads * (geometry.value_head_dim // tile.columns)
-    clearing = -(-inputs.total_seq_len // ROWS_PER_CLEARING_BLOCK)
-    if recurrence + clearing > MAX_GRID_BLOCKS:
-        expected = f"a batch of at most {MAX_GRID_BLOCKS} blocks in one launch"
-        raise ShapeError(
-            rejection("slot_idx", expected, f"{recurrence + clearing} for {inputs.batch_size} sequences")
-        )
-    return recurrence + clearing
+KERNEL = Kernel("gated_delta_recurrence_fwd", recurrence.PARAMETERS)
 
 
 def variant(inputs: RecurrenceInputs, out_dtype: str, tile: RowTile) -> Variant:
     """The compile-time constants for these inputs."""
-    geometry = inputs.geometry
-    return Variant(
-        KERNEL,
-        (
-            ("KEY_HEAD_DIM", str(geometry.key_head_dim)),
-            ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),
-            ("WORK_TYPE", KERNEL_TYPE[inputs.qkv_conv_output.dtype]),
-            ("GATE_TYPE", KERNEL_TYPE[inputs.decay_per_token.dtype]),
-            ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
-            ("OUT_TYPE", KERNEL_TYPE[out_dtype]),
-            *tile.macros(geometry.key_head_dim),
-        ),
-    )
+    return Variant(KERNEL, recurrence.macros(inputs, out_dtype, tile))
 
 
 def launch(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Launch:
     """The complete launch; index values are not looked at."""
-    qkv, state = inputs.qkv_conv_output, inputs.recurrent_state
-    decay, beta = inputs.decay_per_token, inputs.beta_per_token
-    slots, offsets = inputs.slot_idx, inputs.input_row_offsets
-    state_is_packed = state.pointer % 16 == 0 and (
-        state.shape[0] <= 1 or state.strides[0] * state.itemsize % 16 == 0
-    )
     return Launch(
         variant(inputs, out.dtype, tile),
-        num_blocks(inputs, tile),
+        recurrence.num_blocks(inputs, tile),
         tile.threads,
-        (
-            *(qkv.pointer, *qkv.strides, qkv.rows_are_packed()),
-            *(decay.pointer, *decay.strides),
-            *(beta.pointer, *beta.strides),
-            *(state.pointer, state.strides[0], state_is_packed),
-            *(slots.pointer, *slots.strides),
-            *(offsets.pointer, *offsets.strides, offsets.dtype == "int32"),
-            *(out.pointer, *out.strides, out.rows_are_packed()),
-            *(inputs.batch_size, inputs.total_seq_len, inputs.max_slots),
-            *(inputs.geometry.num_key_heads, inputs.geometry.group_size),
-        ),
+        recurrence.arguments(inputs, out),
     )

@@ -219,9 +219,7 @@ def _check_parameters(library: ctypes.CDLL, kernel: Kernel) -> None:
         compiled.append(kind.decode())
     declared = [kind for _, kind in kernel.parameters]
     if compiled != declared:
-        raise TypeError(
-            f"{kernel.stem}: declared parameters ({', '.join(declared)}), compiled ({', '.join(compiled)})"
-        )
+        raise TypeError(f"{kernel.stem}: declared parameters ({', '.join(declared)}), compiled ({', '.join(compiled)})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,7 @@ class Launch:
         """Refuse what the hardware or the declared widths cannot carry."""
         if not 1 <= self.num_blocks <= MAX_GRID_BLOCKS:
             raise DeviceError(
-                rejection(
-                    self.variant.kernel.stem, f"1 to {MAX_GRID_BLOCKS} blocks in a launch", self.num_blocks
-                )
+                rejection(self.variant.kernel.stem, f"1 to {MAX_GRID_BLOCKS} blocks in a launch", self.num_blocks)
             )
         check_arguments(self.variant.kernel, self.arguments)
 

@@ -6,13 +6,15 @@ order that depends on shapes and threads, and then a sequence's bits would depen
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gdn.arrays import Argument
 from gdn.indices import PAD_SLOT, IndexArray, offset_values, slot_values
 from gdn.recurrence import RecurrenceInputs
+from gdn.ring import FoldInputs, VerifyInputs, ring_len
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -21,21 +23,97 @@ NORM_EPSILON = np.float32(1e-6)
 _STATE_BYTES_AT_ONCE = 8 << 20
 
 
+class _Token(NamedTuple):
+    """One token of some sequences: what it read out, and what it did to their states. R sequences."""
+
+    readout: Float32Array  # [R, num_key_heads, group_size, value_head_dim]
+    key: Float32Array  # [R, num_key_heads, key_head_dim], raw
+    delta: Float32Array  # [R, num_key_heads, group_size, value_head_dim]
+    decay: Float32Array  # [R, num_key_heads, group_size]
+
+
 def gated_delta_recurrence_fwd(inputs: RecurrenceInputs, out: Argument) -> None:
     """Advance the live sequences of a checked call, write their readout, and zero every other row of `out`."""
-    offsets = offset_values(inputs.input_row_offsets)
     slots = slot_values(inputs.slot_idx)
+    pool = inputs.recurrent_state.array
+    for sequences, state in _run_sequences(inputs, out.array, slots != PAD_SLOT):
+        pool[slots[sequences]] = state.astype(pool.dtype, copy=False)
+
+
+def gated_delta_recurrence_verify_ring(inputs: VerifyInputs, out: Argument) -> None:
+    """The readout of gated_delta_recurrence_fwd; windows go to the ring, rows longer than it to the pool."""
+    recurrence, ring = inputs.recurrence, inputs.ring.array
+    slots, ring_rows = slot_values(recurrence.slot_idx), slot_values(inputs.ring_slot_idx)
+    pool = recurrence.recurrent_state.array
+    length = ring_len(inputs.ring)
+    lengths = np.diff(offset_values(recurrence.input_row_offsets))
+    key_head_dim, record_elements = recurrence.geometry.key_head_dim, recurrence.geometry.record_elements
+    group_size = recurrence.geometry.group_size
+
+    def record(sequences: IndexArray, step: int, token: _Token) -> None:
+        in_window = lengths[sequences] <= length
+        if step >= length or not in_window.any():
+            return
+        records = np.empty((int(in_window.sum()), ring.shape[1], record_elements), ring.dtype)
+        records[..., :key_head_dim] = token.key[in_window]
+        records[..., key_head_dim:-group_size] = token.delta[in_window].reshape(*records.shape[:2], -1)
+        records[..., -group_size:] = token.decay[in_window]
+        ring[ring_rows[sequences[in_window]], :, step, :record_elements] = records
+
+    is_live = (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)
+    for sequences, state in _run_sequences(recurrence, out.array, is_live, record):
+        too_long = lengths[sequences] > length
+        pool[slots[sequences[too_long]]] = state[too_long].astype(pool.dtype, copy=False)
+
+
+def gated_delta_state_fold(inputs: FoldInputs) -> None:
+    """Advance the pool over the accepted records of a checked call."""
+    slots, ring_rows = slot_values(inputs.row_ids), slot_values(inputs.ring_row_ids)
+    counts = slot_values(inputs.num_accepted)
+    pool, ring = inputs.recurrent_state.array, inputs.ring.array
+    counts_of_rows = np.broadcast_to(counts, slots.shape)
+    in_use = (counts_of_rows > 0) & (counts_of_rows <= ring_len(inputs.ring))
+    with np.errstate(all="ignore"):  # non-finite values are the caller's data, on every backend
+        for place in zip(*np.nonzero(in_use & (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)), strict=True):
+            records = ring[ring_rows[place], :, : counts_of_rows[place]].astype(np.float32)
+            folded = _folded(inputs, pool[slots[place]].astype(np.float32), records)
+            pool[slots[place]] = folded.astype(pool.dtype, copy=False)
+
+
+def _folded(inputs: FoldInputs, state: Float32Array, records: Float32Array) -> Float32Array:
+    """One slot, [num_value_heads, key_head_dim, value_head_dim], after records [num_key_heads, n, record_stride]."""
+    heads = inputs.geometry
+    grouped = state.reshape(heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim)
+    decays_at = heads.record_elements - heads.group_size
+    for step in range(records.shape[1]):
+        record = records[:, step]
+        delta = record[:, heads.key_head_dim : decays_at].reshape(heads.num_key_heads, heads.group_size, -1)
+        _update(grouped, record[:, : heads.key_head_dim], delta, record[:, decays_at : heads.record_elements])
+    return state
+
+
+def _run_sequences(
+    inputs: RecurrenceInputs,
+    out: np.ndarray[Any, Any],
+    has_a_place: np.ndarray[Any, Any],
+    record: Callable[[IndexArray, int, _Token], None] | None = None,
+) -> Iterator[tuple[IndexArray, Float32Array]]:
+    """Run the sequences that have tokens and a place in the pool; yields groups of them with their last states.
+
+    Writes their readout and zeroes every other row of `out`. After each step of a group, `record` is told the
+    positions of the sequences that ran a token, the step, and the tokens.
+    """
+    offsets = offset_values(inputs.input_row_offsets)
     lengths = np.diff(offsets)
-    live = np.flatnonzero((lengths > 0) & (slots != PAD_SLOT))
-    _clear_unowned_rows(out.array, offsets, live)
+    live = np.flatnonzero((lengths > 0) & has_a_place)
+    _clear_unowned_rows(out, offsets, live)
     # Longest first: then the sequences that still have a token at a step are the first few of their group.
     live = live[np.argsort(-lengths[live], kind="stable")]
-    state_bytes = 4 * inputs.geometry.slot_state_elements
-    group_size = max(1, _STATE_BYTES_AT_ONCE // state_bytes)
+    at_once = max(1, _STATE_BYTES_AT_ONCE // (4 * inputs.geometry.slot_state_elements))
     with np.errstate(all="ignore"):  # non-finite values are the caller's data, on every backend
-        for first in range(0, live.size, group_size):
-            group = live[first : first + group_size]
-            _advance(inputs, out.array, slots[group], offsets[group], lengths[group])
+        for first in range(0, live.size, at_once):
+            sequences = live[first : first + at_once]
+            yield sequences, _advance(inputs, out, sequences, offsets[sequences], lengths[sequences], record)
 
 
 def _clear_unowned_rows(out: np.ndarray[Any, Any], offsets: IndexArray, live: IndexArray) -> None:
@@ -48,51 +126,55 @@ def _clear_unowned_rows(out: np.ndarray[Any, Any], offsets: IndexArray, live: In
 def _advance(
     inputs: RecurrenceInputs,
     out: np.ndarray[Any, Any],
-    slots: IndexArray,
+    sequences: IndexArray,
     starts: IndexArray,
     lengths: IndexArray,
-) -> None:
-    """Run a group of sequences, sorted by falling length, from and to their slots of the pool."""
+    record: Callable[[IndexArray, int, _Token], None] | None,
+) -> Float32Array:
+    """Run sequences, sorted by falling length, from their slots of the pool; returns their last states."""
     pool = inputs.recurrent_state.array
     heads = inputs.geometry
-    # [sequence, key head, value head of the group, key element, value element]
-    state = pool[slots].astype(np.float32, copy=False)
-    grouped = state.reshape(
-        -1, heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim
-    )
+    state: Float32Array = pool[slot_values(inputs.slot_idx)[sequences]].astype(np.float32, copy=False)
+    grouped = state.reshape(-1, heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim)
     for step in range(lengths[0]):
         num_running = int(np.searchsorted(-lengths, -step, side="left"))
-        tokens = starts[:num_running] + step
-        readout = _token_step(inputs, tokens, grouped[:num_running])
-        out[tokens] = readout.reshape(num_running, heads.value_dim).astype(out.dtype, copy=False)
-    pool[slots] = state.astype(pool.dtype, copy=False)
+        rows = starts[:num_running] + step
+        token = _run_token(inputs, rows, grouped[:num_running])
+        out[rows] = token.readout.reshape(num_running, heads.value_dim).astype(out.dtype, copy=False)
+        if record is not None:
+            record(sequences[:num_running], step, token)
+    return state
 
 
-def _token_step(inputs: RecurrenceInputs, tokens: IndexArray, state: Float32Array) -> Float32Array:
-    """One token of each running sequence: updates `state` in place, returns [sequence, key head, group, value]."""
+def _run_token(inputs: RecurrenceInputs, rows: IndexArray, state: Float32Array) -> _Token:
+    """One token of each running sequence; updates `state`, [R, key head, value head of the group, key, value]."""
     heads = inputs.geometry
     per_key_head = (-1, heads.num_key_heads, heads.key_head_dim)
     per_value_head = (-1, heads.num_key_heads, heads.group_size)
-    channels = inputs.qkv_conv_output.array[tokens].astype(np.float32)
+    channels = inputs.qkv_conv_output.array[rows].astype(np.float32)
     query = channels[:, : heads.key_dim].reshape(per_key_head)
     key = channels[:, heads.key_dim : 2 * heads.key_dim].reshape(per_key_head)
     value = channels[:, 2 * heads.key_dim :].reshape(*per_value_head, heads.value_head_dim)
-    decay = inputs.decay_per_token.array[tokens].astype(np.float32).reshape(per_value_head)[..., None]
-    beta = inputs.beta_per_token.array[tokens].astype(np.float32).reshape(per_value_head)[..., None]
+    decay = inputs.decay_per_token.array[rows].astype(np.float32).reshape(per_value_head)
+    beta = inputs.beta_per_token.array[rows].astype(np.float32).reshape(per_value_head)
 
-    inverse_key_norm = 1 / np.sqrt(_tree_sum((key * key)[..., None]) + NORM_EPSILON)[:, :, None]
+    inverse_key_norm = 1 / np.sqrt(_tree_sum((key * key)[..., None]) + NORM_EPSILON)
     query_norm = np.sqrt(_tree_sum((query * query)[..., None]) + NORM_EPSILON)[:, :, None]
     readout_scale = 1 / (query_norm * np.sqrt(np.float32(heads.key_head_dim)))
     query_dot_key = _tree_sum((query * key)[..., None])[:, :, None]
-    key_column = key[:, :, None, :, None]
-    memory = _tree_sum(state * key_column)
+    memory = _tree_sum(state * key[:, :, None, :, None])
     old_readout = _tree_sum(state * query[:, :, None, :, None])
 
-    delta = (beta * inverse_key_norm) * (value - (decay * inverse_key_norm) * memory)
-    state *= decay[..., None]
-    state += key_column * delta[..., None, :]
-    result: Float32Array = (decay * old_readout + query_dot_key * delta) * readout_scale
-    return result
+    delta = (beta * inverse_key_norm)[..., None] * (value - (decay * inverse_key_norm)[..., None] * memory)
+    _update(state, key, delta, decay)
+    readout = (decay[..., None] * old_readout + query_dot_key * delta) * readout_scale
+    return _Token(readout, key, delta, decay)
+
+
+def _update(state: Float32Array, key: Float32Array, delta: Float32Array, decay: Float32Array) -> None:
+    """S ← decay · S + k ⊗ delta, in place: what a token does to the state, and what its record repeats."""
+    state *= decay[..., None, None]
+    state += key[..., None, :, None] * delta[..., None, :]
 
 
 def _tree_sum(products: Float32Array) -> Float32Array:

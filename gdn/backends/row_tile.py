@@ -49,7 +49,10 @@ class RowTile:
 
     def min_blocks(self, key_head_dim: int) -> int:
         """Blocks a multiprocessor must be able to hold, which caps the registers of a thread."""
-        registers = 128 if self.elements_per_lane(key_head_dim) <= MAX_ELEMENTS_PER_LANE // 2 else 256
+        if self.elements_per_lane(key_head_dim) > MAX_ELEMENTS_PER_LANE // 2:
+            registers = 256
+        else:
+            registers = 128 if self.columns_per_lane <= 4 else 168
         return REGISTERS_PER_MULTIPROCESSOR // (self.threads * registers)
 
     def macros(self, key_head_dim: int) -> tuple[tuple[str, str], ...]:

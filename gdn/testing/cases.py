@@ -229,9 +229,7 @@ INPUTS: dict[str, Callable[[Values, HeadGeometry, np.random.Generator], None]] =
 }
 
 
-def _case(
-    name: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...], **changes: Any
-) -> RecurrenceCase:
+def _case(name: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...], **changes: Any) -> RecurrenceCase:
     work_dtype = changes.setdefault("work_dtype", "float32")
     changes.setdefault("out_dtype", work_dtype)
     return RecurrenceCase(name, HeadGeometry(*heads), lengths, **changes)
@@ -319,9 +317,7 @@ def random_case(seed: int, number: int, **fixed: Any) -> RecurrenceCase:
         state_layout=_pick(random, LAYOUTS[4]),
         index_layout=_pick(random, LAYOUTS[1]),
         out_layout=_pick(random, LAYOUTS[2]),
-        inputs=_pick(
-            random, ("model", "model", "model", "wide_beta", "mixed_decay", "scaled_rows", "tiny_keys")
-        ),
+        inputs=_pick(random, ("model", "model", "model", "wide_beta", "mixed_decay", "scaled_rows", "tiny_keys")),
         seed=int(random.integers(2**31)),
     )
     case = replace(case, **fixed)

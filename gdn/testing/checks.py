@@ -60,9 +60,7 @@ def reference_of(arrays: RecurrenceArrays) -> tuple[Array, Array]:
     return oracle.gated_delta_recurrence_fwd(*arrays.as_tuple())
 
 
-def subject(
-    case: RecurrenceCase, backend: str, arrays: RecurrenceArrays, reference: tuple[Array, Array]
-) -> Subject:
+def subject(case: RecurrenceCase, backend: str, arrays: RecurrenceArrays, reference: tuple[Array, Array]) -> Subject:
     """Run the call of a case on a backend."""
     outcome = execute(backend, arrays, case.out_dtype, Layouts.of(case))
     return Subject(case, backend, arrays, outcome, reference)
@@ -90,9 +88,7 @@ def untouched(subject: Subject) -> Iterator[Comparison]:
     yield from (comparison for comparison in subject.outcome.kept if comparison.measure != "empty")
     others = np.setdiff1d(np.arange(len(subject.outcome.recurrent_state)), subject.slots[subject.live])
     if others.size:
-        yield bitwise(
-            subject.outcome.recurrent_state[others], subject.arrays.recurrent_state[others], "other slots"
-        )
+        yield bitwise(subject.outcome.recurrent_state[others], subject.arrays.recurrent_state[others], "other slots")
 
 
 def batch_independence(subject: Subject) -> Iterator[Comparison]:
@@ -214,9 +210,7 @@ def neutral_inputs(subject: Subject) -> Iterator[Comparison]:
     pool = subject.arrays.recurrent_state
 
     outcome = subject.run(replace(short, decay_per_token=ones, beta_per_token=zeros))
-    yield bitwise(
-        outcome.recurrent_state[slots], pool[slots], "beta 0, decay 1: state", ignore_zero_sign=True
-    )
+    yield bitwise(outcome.recurrent_state[slots], pool[slots], "beta 0, decay 1: state", ignore_zero_sign=True)
 
     qkv = short.qkv_conv_output.copy()
     qkv[:, heads.key_dim : 2 * heads.key_dim] = 0
@@ -249,9 +243,7 @@ def head_splits(subject: Subject) -> Iterator[Comparison]:
     if heads.num_key_heads < 2 or not subject.case.total_seq_len:
         return
     cut = heads.num_key_heads // 2
-    outcomes = [
-        subject.run(_heads(subject, begin, end)) for begin, end in ((0, cut), (cut, heads.num_key_heads))
-    ]
+    outcomes = [subject.run(_heads(subject, begin, end)) for begin, end in ((0, cut), (cut, heads.num_key_heads))]
     out = np.concatenate([outcome.out for outcome in outcomes], axis=1)
     pool = np.concatenate([outcome.recurrent_state for outcome in outcomes], axis=1)
     yield bitwise(out, subject.outcome.out, "half the heads: readout")

@@ -43,9 +43,7 @@ class CaseResult:
         return self.error is None and bool(self.checks) and all(check.passed for check in self.checks)
 
 
-def run_sweep(
-    cases: Sequence[RecurrenceCase], backends: Sequence[str], *, workers: int = 1
-) -> Iterator[CaseResult]:
+def run_sweep(cases: Sequence[RecurrenceCase], backends: Sequence[str], *, workers: int = 1) -> Iterator[CaseResult]:
     """Run every check of every case on every backend; results come in the order of cases, then backends.
 
     A case's arrays and reference are made once. With several workers cases run side by side, which changes
@@ -88,6 +86,4 @@ def _run_checks(under_test: Subject) -> Iterator[CheckResult]:
         if comparisons:
             failed = [comparison for comparison in comparisons if not comparison.passed]
             worst = failed[0] if failed else max(comparisons, key=lambda comparison: comparison.worst_error)
-            yield CheckResult(
-                name, len(comparisons), worst, tuple(comparison.message for comparison in failed)
-            )
+            yield CheckResult(name, len(comparisons), worst, tuple(comparison.message for comparison in failed))

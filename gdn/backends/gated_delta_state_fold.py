@@ -1,0 +1,84 @@
+"""The launch of `kernels/gated_delta_state_fold.cu`."""
+
+from __future__ import annotations
+
+from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS, Kernel, Launch, Variant
+from gdn.backends.recurrence import pool_is_packed
+from gdn.backends.row_tile import RowTile, row_tile_for
+from gdn.errors import ShapeError, rejection
+from gdn.ring import FoldInputs, ring_len
+
+KERNEL = Kernel(
+    "gated_delta_state_fold",
+    (
+        ("recurrent_state", "pointer"),
+        ("state_slot_stride", "int64"),
+        ("state_is_packed", "int64"),
+        ("max_slots", "int64"),
+        ("row_ids", "pointer"),
+        ("row_ids_layer_stride", "int64"),
+        ("row_ids_row_stride", "int64"),
+        ("ring", "pointer"),
+        ("ring_rows", "int64"),
+        ("record_stride", "int64"),
+        ("ring_row_ids", "pointer"),
+        ("ring_row_ids_layer_stride", "int64"),
+        ("ring_row_ids_row_stride", "int64"),
+        ("num_accepted", "pointer"),
+        ("num_accepted_stride", "int64"),
+        ("batch_size", "int64"),
+        ("num_key_heads", "int64"),
+        ("group_size", "int64"),
+    ),
+)
+
+
+def row_tile(inputs: FoldInputs) -> RowTile:
+    """The thread map for these inputs."""
+    geometry = inputs.geometry
+    return row_tile_for(geometry.key_head_dim, geometry.value_head_dim, inputs.recurrent_state.itemsize)
+
+
+def num_blocks(inputs: FoldInputs, tile: RowTile) -> int:
+    """Blocks of the grid; raises ShapeError when one launch cannot hold them."""
+    geometry = inputs.geometry
+    rows = inputs.num_layers * inputs.batch_size
+    blocks = rows * geometry.num_value_heads * (geometry.value_head_dim // tile.columns)
+    if blocks > MAX_GRID_BLOCKS:
+        expected = f"tables of at most {MAX_GRID_BLOCKS} blocks in one launch"
+        raise ShapeError(rejection("row_ids", expected, f"{blocks} for {rows} rows"))
+    return blocks
+
+
+def variant(inputs: FoldInputs, tile: RowTile) -> Variant:
+    """The compile-time constants for these inputs."""
+    geometry = inputs.geometry
+    return Variant(
+        KERNEL,
+        (
+            ("KEY_HEAD_DIM", str(geometry.key_head_dim)),
+            ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),
+            ("RING_LEN", str(ring_len(inputs.ring))),
+            ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
+            ("RING_TYPE", KERNEL_TYPE[inputs.ring.dtype]),
+            *tile.macros(geometry.key_head_dim),
+        ),
+    )
+
+
+def launch(inputs: FoldInputs, tile: RowTile) -> Launch:
+    """The complete launch; index values are not looked at."""
+    state, ring = inputs.recurrent_state, inputs.ring
+    return Launch(
+        variant(inputs, tile),
+        num_blocks(inputs, tile),
+        tile.threads,
+        (
+            *(state.pointer, state.strides[0], pool_is_packed(state), state.shape[0]),
+            *(inputs.row_ids.pointer, *inputs.row_ids.strides),
+            *(ring.pointer, ring.shape[0], ring.shape[3]),
+            *(inputs.ring_row_ids.pointer, *inputs.ring_row_ids.strides),
+            *(inputs.num_accepted.pointer, *inputs.num_accepted.strides),
+            *(inputs.batch_size, inputs.geometry.num_key_heads, inputs.geometry.group_size),
+        ),
+    )

@@ -50,11 +50,7 @@ class Argument(NamedTuple):
             if length != 1 and stride != expected:
                 return False
             expected *= length
-        return (
-            first_axis >= len(self.shape)
-            or self.shape[first_axis] == 1
-            or self.strides[first_axis] == expected
-        )
+        return first_axis >= len(self.shape) or self.shape[first_axis] == 1 or self.strides[first_axis] == expected
 
     def rows_are_packed(self) -> bool:
         """Whether the last axis is dense and every start of a row lies on a 16-byte boundary.
@@ -72,7 +68,7 @@ def take(name: str, value: Any) -> Argument:
     Raises DTypeError for something that is no array and DeviceError for one that lives in a place no backend
     can reach.
     """
-    array = value if isinstance(value, np.ndarray) else _adopt(name, value)
+    array = value if type(value) is np.ndarray else _adopt(name, value)
     if isinstance(array, np.ndarray):
         pointer, place = array.ctypes.data, CPU
     else:
@@ -106,6 +102,10 @@ def _whole_elements(name: str, byte_strides: tuple[int, ...], itemsize: int) -> 
 
 def _adopt(name: str, value: Any) -> Any:
     """A NumPy or CuPy array over the memory of `value`."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise DTypeError(rejection(name, "an array without a mask, which no op would honour", _type_name(value)))
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(value, cupy.ndarray):
         return value
@@ -116,9 +116,7 @@ def _adopt(name: str, value: Any) -> Any:
                 return np.from_dlpack(value)
             if device_type == _DLPACK_CUDA:
                 return _cupy(name).from_dlpack(value)
-            raise DeviceError(
-                rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}")
-            )
+            raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
         if hasattr(value, "__cuda_array_interface__"):
             return _cupy(name).asarray(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -135,9 +133,7 @@ def _cupy(name: str) -> Any:
         import cupy
     except ImportError as error:
         raise DeviceError(
-            rejection(
-                name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}"
-            )
+            rejection(name, "CuPy for arrays on a GPU (install gdn[cuda12] or gdn[cuda13])", f"no CuPy: {error}")
         ) from error
     return cupy
 

@@ -61,9 +61,7 @@ def require_dense_after(argument: Argument, axis: int) -> None:
             )
         )
     if axis and argument.size and argument.shape[0] > 1 and abs(argument.strides[0]) < entry:
-        raise LayoutError(
-            rejection(argument.name, f"a first stride of at least {entry} elements", argument.strides[0])
-        )
+        raise LayoutError(rejection(argument.name, f"a first stride of at least {entry} elements", argument.strides[0]))
 
 
 def require_distinct_elements(argument: Argument) -> None:
@@ -73,11 +71,7 @@ def require_distinct_elements(argument: Argument) -> None:
         return
     # row_stride * i = column_stride * j has its smallest non-zero solution at the strides over their gcd.
     divisor = gcd(row_stride, column_stride)
-    if divisor == 0:
-        shares = True
-    else:
-        shares = abs(column_stride) // divisor < rows and abs(row_stride) // divisor < columns
-    if shares:
+    if divisor == 0 or (abs(column_stride) // divisor < rows and abs(row_stride) // divisor < columns):
         raise LayoutError(
             rejection(
                 argument.name,

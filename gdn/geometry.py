@@ -25,9 +25,7 @@ class HeadGeometry:
     def __post_init__(self) -> None:
         heads = f"num_key_heads={self.num_key_heads}, num_value_heads={self.num_value_heads}"
         if self.num_key_heads < 1 or self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
-            raise ShapeError(
-                rejection("heads", "at least one key head and a multiple of it as value heads", heads)
-            )
+            raise ShapeError(rejection("heads", "at least one key head and a multiple of it as value heads", heads))
         for name in ("key_head_dim", "value_head_dim"):
             dim = getattr(self, name)
             if dim % HEAD_DIM_MULTIPLE or not HEAD_DIM_MULTIPLE <= dim <= MAX_HEAD_DIM:

@@ -40,9 +40,7 @@ def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:
     decreasing = np.flatnonzero(np.diff(offsets) < 0) + 1
     if decreasing.size:
         at = decreasing[0]
-        raise IndexValueError(
-            rejection(f"{name}[{at}]", f"at least {name}[{at - 1}] = {offsets[at - 1]}", offsets[at])
-        )
+        raise IndexValueError(rejection(f"{name}[{at}]", f"at least {name}[{at - 1}] = {offsets[at - 1]}", offsets[at]))
     beyond = np.flatnonzero(offsets > total_seq_len)
     if beyond.size:
         raise IndexValueError(

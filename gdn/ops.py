@@ -7,6 +7,7 @@ arrays are computed at once, by the backend that `gdn.use_backend` names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -147,11 +148,12 @@ def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -
     if check is None:
         known = ", ".join(function.__name__ for function in _INDEX_CHECKS)
         raise GdnError(rejection("op", f"one of {known}", getattr(op, "__name__", repr(op))))
-    check(*arguments, **keywords)
+    bound = inspect.signature(op).bind(*arguments, **keywords)  # puts keywords in the order of the signature
+    check(**bound.arguments)
 
 
-def _check_fwd_indices(*six: Any, out: Any = None) -> None:
-    inputs = recurrence_inputs(arrays.take, *six)
+def _check_fwd_indices(*, out: Any = None, **six: Any) -> None:
+    inputs = recurrence_inputs(arrays.take, *six.values())
     require_writable_pool(inputs)
     if out is not None:
         require_readout(arrays.take("out", out), inputs)

@@ -220,9 +220,7 @@ def _run(
     return out, new_pool
 
 
-def _split_into_heads(
-    channels: Float64Array, heads: _Heads
-) -> tuple[Float64Array, Float64Array, Float64Array]:
+def _split_into_heads(channels: Float64Array, heads: _Heads) -> tuple[Float64Array, Float64Array, Float64Array]:
     """[C, conv_dim] -> q̂ and k̂ [C, nv, KD] as each value head reads them, and the values [C, nv, VD]."""
     key_dim = heads.num_key_heads * heads.key_head_dim
     key_head_shape = (len(channels), heads.num_key_heads, heads.key_head_dim)

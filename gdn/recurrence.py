@@ -80,9 +80,7 @@ def recurrence_inputs(take: Callable[[str, Any], Argument], *arrays: Any) -> Rec
         "slot_idx",
         "input_row_offsets",
     )
-    qkv, decay, beta, state, slots, offsets = (
-        take(name, array) for name, array in zip(names, arrays, strict=True)
-    )
+    qkv, decay, beta, state, slots, offsets = (take(name, array) for name, array in zip(names, arrays, strict=True))
     require_ndim(qkv, "[total_seq_len, conv_dim]")
     require_ndim(state, "[max_slots, num_value_heads, key_head_dim, value_head_dim]")
     require_ndim(slots, "[batch_size]")

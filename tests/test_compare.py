@@ -45,9 +45,7 @@ def test_one_rounding_passes_and_a_coarser_one_does_not(dtype_name):
     assert close(rounded, reference, Tolerance(1e-9, 1e-9, "far below any rounding")).passed is False
 
 
-@pytest.mark.parametrize(
-    ("dtype_name", "smallest_above_one"), [("bfloat16", 1 + 2**-7), ("float16", 1 + 2**-10)]
-)
+@pytest.mark.parametrize(("dtype_name", "smallest_above_one"), [("bfloat16", 1 + 2**-7), ("float16", 1 + 2**-10)])
 def test_the_storage_tolerance_is_one_rounding_and_not_two(dtype_name, smallest_above_one):
     """Half way between two neighbours is the worst rounding there is; a whole step is too much."""
     halfway = np.full(SHAPE, (1 + smallest_above_one) / 2)

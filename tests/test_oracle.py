@@ -244,9 +244,7 @@ def test_splitting_a_sequence_over_calls_changes_nothing():
     pool, readouts = call.recurrent_state, []
     for rows in (slice(0, 1), slice(1, 8), slice(8, 20)):
         offsets = np.array([0, rows.stop - rows.start], np.int32)
-        part, pool = gated_delta_recurrence_fwd(
-            *(array[rows] for array in call[:3]), pool, call.slot_idx, offsets
-        )
+        part, pool = gated_delta_recurrence_fwd(*(array[rows] for array in call[:3]), pool, call.slot_idx, offsets)
         readouts.append(part)
     np.testing.assert_array_equal(np.concatenate(readouts), out)
     np.testing.assert_array_equal(pool, new_pool)
@@ -428,9 +426,7 @@ def hard_calls(draw: st.DrawFn, chunk_size: int) -> Call:
     """Ragged lengths around multiples of the chunk, padding, groups, near-equal keys, extreme decays."""
     lengths = draw(
         st.lists(
-            st.builds(
-                lambda chunks, more: max(0, chunks * chunk_size + more), st.integers(0, 4), st.integers(-1, 1)
-            ),
+            st.builds(lambda chunks, more: max(0, chunks * chunk_size + more), st.integers(0, 4), st.integers(-1, 1)),
             min_size=1,
             max_size=4,
         )
@@ -472,6 +468,4 @@ def test_the_forms_agree_on_a_long_sequence_of_equal_keys(decay, beta):
 
 
 def test_the_forms_agree_at_the_size_of_a_real_head():
-    assert_forms_agree(
-        random_call([257, 64, 300], group_size=1, key_head_dim=128, value_head_dim=128), chunk_size=64
-    )
+    assert_forms_agree(random_call([257, 64, 300], group_size=1, key_head_dim=128, value_head_dim=128), chunk_size=64)

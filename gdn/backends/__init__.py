@@ -42,9 +42,7 @@ def use_backend(name: str) -> Iterator[None]:
 
         reason = host.unavailable_reason()
         if reason is not None:
-            raise DeviceError(
-                rejection("use_backend", "a backend that this machine can run", f'"host": {reason}')
-            )
+            raise DeviceError(rejection("use_backend", "a backend that this machine can run", f'"host": {reason}'))
     token = _for_numpy_arrays.set(name)
     try:
         yield

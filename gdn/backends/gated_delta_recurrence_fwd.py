@@ -58,9 +58,7 @@ def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
     clearing = -(-inputs.total_seq_len // ROWS_PER_CLEARING_BLOCK)
     if recurrence + clearing > MAX_GRID_BLOCKS:
         expected = f"a batch of at most {MAX_GRID_BLOCKS} blocks in one launch"
-        raise ShapeError(
-            rejection("slot_idx", expected, f"{recurrence + clearing} for {inputs.batch_size} sequences")
-        )
+        raise ShapeError(rejection("slot_idx", expected, f"{recurrence + clearing} for {inputs.batch_size} sequences"))
     return recurrence + clearing
 
 
@@ -86,9 +84,7 @@ def launch(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Launch:
     qkv, state = inputs.qkv_conv_output, inputs.recurrent_state
     decay, beta = inputs.decay_per_token, inputs.beta_per_token
     slots, offsets = inputs.slot_idx, inputs.input_row_offsets
-    state_is_packed = state.pointer % 16 == 0 and (
-        state.shape[0] <= 1 or state.strides[0] * state.itemsize % 16 == 0
-    )
+    state_is_packed = state.pointer % 16 == 0 and (state.shape[0] <= 1 or state.strides[0] * state.itemsize % 16 == 0)
     return Launch(
         variant(inputs, out.dtype, tile),
         num_blocks(inputs, tile),

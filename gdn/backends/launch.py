@@ -20,11 +20,10 @@ KERNEL_TYPE = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 MAX_GRID_BLOCKS = 2**31 - 1
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"\s*$')
-#: The values that one 4- or 8-byte parameter may take; anything outside would be cut off silently.
+#: Values of a parameter by its kind. Every parameter is 8 bytes wide, so that CuPy may be handed Python ints.
 _RANGES = {
     "pointer": (0, 2**64 - 1),
     "int64": (-(2**63), 2**63 - 1),
-    "uint32": (0, 2**32 - 1),
 }
 
 
@@ -33,7 +32,7 @@ class Kernel:
     """One entry point: `kernels/<stem>.cu` defines `stem` with these parameters, in this order."""
 
     stem: str
-    parameters: tuple[tuple[str, str], ...]  # (name, "pointer" | "int64" | "uint32")
+    parameters: tuple[tuple[str, str], ...]  # (name, "pointer" | "int64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,7 @@ class Launch:
         """Refuse what the hardware or the declared widths cannot carry."""
         if not 1 <= self.num_blocks <= MAX_GRID_BLOCKS:
             raise DeviceError(
-                rejection(
-                    self.variant.kernel.stem, f"1 to {MAX_GRID_BLOCKS} blocks in a launch", self.num_blocks
-                )
+                rejection(self.variant.kernel.stem, f"1 to {MAX_GRID_BLOCKS} blocks in a launch", self.num_blocks)
             )
         check_arguments(self.variant.kernel, self.arguments)
 

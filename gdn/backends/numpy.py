@@ -57,9 +57,7 @@ def _advance(
     heads = inputs.geometry
     # [sequence, key head, value head of the group, key element, value element]
     state = pool[slots].astype(np.float32, copy=False)
-    grouped = state.reshape(
-        -1, heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim
-    )
+    grouped = state.reshape(-1, heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim)
     for step in range(lengths[0]):
         num_running = int(np.searchsorted(-lengths, -step, side="left"))
         tokens = starts[:num_running] + step
@@ -105,4 +103,5 @@ def _tree_sum(products: Float32Array) -> Float32Array:
         sums += chains[..., row, :]
     while sums.shape[-2] > 1:
         sums = sums[..., 0::2, :] + sums[..., 1::2, :]
-    return sums[..., 0, :]
+    result: Float32Array = sums[..., 0, :]
+    return result

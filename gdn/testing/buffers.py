@@ -61,9 +61,7 @@ class Buffer:
 def lay_out(values: Array, layout: str, filler: float = 0) -> Buffer:
     """Copy `values` into memory of the given layout; memory beside the array holds `filler`."""
     offset, strides = _placement(values.shape, layout)
-    last = offset + sum(
-        step * (length - 1) for step, length in zip(strides, values.shape, strict=True) if step > 0
-    )
+    last = offset + sum(step * (length - 1) for step, length in zip(strides, values.shape, strict=True) if step > 0)
     memory = np.full(last + 1 + _GAP if values.size else _GAP, filler, values.dtype)
     buffer = Buffer(memory, offset if values.size else 0, values.shape, strides)
     buffer.array[...] = values
@@ -73,9 +71,7 @@ def lay_out(values: Array, layout: str, filler: float = 0) -> Buffer:
 def _placement(shape: tuple[int, ...], layout: str) -> tuple[int, tuple[int, ...]]:
     """First element and strides of an array in its memory."""
     if layout not in LAYOUTS[len(shape)]:
-        raise ValueError(
-            f"layout: expected one of {LAYOUTS[len(shape)]} for {len(shape)} axes, got {layout!r}"
-        )
+        raise ValueError(f"layout: expected one of {LAYOUTS[len(shape)]} for {len(shape)} axes, got {layout!r}")
     if len(shape) == 1:
         return (0, (1,)) if layout == "dense" else (1, (2,))
     if len(shape) == 4:

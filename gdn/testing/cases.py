@@ -5,6 +5,7 @@ A case is a small description; `build_arrays` makes its arrays, the same ones on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -60,11 +61,13 @@ class RecurrenceCase:
     @property
     def cost(self) -> int:
         """State elements that the call updates."""
-        return self.total_seq_len * self.heads.slot_state_elements
+        return sum(self.lengths) * self.heads.slot_state_elements
 
     def types(self) -> str:
-        """Work, pool and the types that differ from their defaults, in short."""
-        text = f"{self.work_dtype}/{self.state_dtype}"
+        """Type of work and pool, or both with a slash, and the types that differ from their defaults."""
+        text = self.work_dtype
+        if self.state_dtype != self.work_dtype:
+            text += f"/{self.state_dtype}"
         if self.gate_dtype != "float32":
             text += f" gates {self.gate_dtype}"
         if self.out_dtype != self.work_dtype:
@@ -229,9 +232,7 @@ INPUTS: dict[str, Callable[[Values, HeadGeometry, np.random.Generator], None]] =
 }
 
 
-def _case(
-    name: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...], **changes: Any
-) -> RecurrenceCase:
+def _case(name: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...], **changes: Any) -> RecurrenceCase:
     work_dtype = changes.setdefault("work_dtype", "float32")
     changes.setdefault("out_dtype", work_dtype)
     return RecurrenceCase(name, HeadGeometry(*heads), lengths, **changes)
@@ -269,18 +270,20 @@ def _named_cases() -> tuple[RecurrenceCase, ...]:
         _case("bfloat16_gates", small, (17, 1), gate_dtype="bfloat16", **bfloat16),
         _case("float32_readout", small, (17, 1), out_dtype="float32", work_dtype="bfloat16"),
         _case(
-            "sliced_inputs", small, (17, 1, 4), qkv_layout="slice", gate_layout="slice", state_layout="gaps", out_layout="slice"
+            "sliced_inputs", small, (17, 1, 4), qkv_layout="slice", gate_layout="slice", state_layout="gaps",
+            out_layout="slice"
         ),
         _case(
-            "sliced_inputs_bfloat16", small, (17, 1, 4), qkv_layout="slice", state_layout="gaps", out_layout="slice", **bfloat16
+            "sliced_inputs_bfloat16", small, (17, 1, 4), qkv_layout="slice", state_layout="gaps", out_layout="slice",
+            **bfloat16
         ),
         _case(
             "unaligned", small, (17, 1, 4), qkv_layout="unaligned", gate_layout="unaligned", state_layout="unaligned",
             index_layout="every_other", out_layout="unaligned", **bfloat16
         ),
         _case(
-            "strided", small, (17, 1, 4), qkv_layout="every_other", gate_layout="column_major", index_layout="every_other",
-            out_layout="column_major", index_dtype="int32"
+            "strided", small, (17, 1, 4), qkv_layout="every_other", gate_layout="column_major",
+            index_layout="every_other", out_layout="column_major", index_dtype="int32"
         ),
         _case("reversed_rows", small, (17, 1, 4), qkv_layout="reversed", gate_layout="reversed", out_layout="reversed"),
         _case("tiny_decay", small, (70, 3), inputs="tiny_decay"),
@@ -295,6 +298,15 @@ def _named_cases() -> tuple[RecurrenceCase, ...]:
 
 
 NAMED_CASES: dict[str, RecurrenceCase] = {case.name: case for case in _named_cases()}
+
+
+_RANDOM_NAME = re.compile(r"random-([0-9]{1,20})-([0-9]{1,20})")
+
+
+def random_case_numbers(name: str) -> tuple[int, int] | None:
+    """Seed and number of the random case of that name, None for any other name."""
+    match = _RANDOM_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def random_case(seed: int, number: int, **fixed: Any) -> RecurrenceCase:
@@ -319,9 +331,7 @@ def random_case(seed: int, number: int, **fixed: Any) -> RecurrenceCase:
         state_layout=_pick(random, LAYOUTS[4]),
         index_layout=_pick(random, LAYOUTS[1]),
         out_layout=_pick(random, LAYOUTS[2]),
-        inputs=_pick(
-            random, ("model", "model", "model", "wide_beta", "mixed_decay", "scaled_rows", "tiny_keys")
-        ),
+        inputs=_pick(random, ("model", "model", "model", "wide_beta", "mixed_decay", "scaled_rows", "tiny_keys")),
         seed=int(random.integers(2**31)),
     )
     case = replace(case, **fixed)

@@ -79,9 +79,7 @@ def execute(
     before = [buffer.copy() for buffer in (*buffers, out)]
     with on_backend(backend):
         after = _run_on_gpu(buffers, out) if backend == "cuda" else _run_in_place(buffers, out)
-    kept = tuple(
-        _kept(name, old, new) for name, old, new in zip((*ARGUMENTS, "out"), before, after, strict=True)
-    )
+    kept = tuple(_kept(name, old, new) for name, old, new in zip((*ARGUMENTS, "out"), before, after, strict=True))
     return Outcome(after[-1].array.copy(), after[ARGUMENTS.index("recurrent_state")].array.copy(), kept)
 
 
@@ -93,9 +91,7 @@ def _run_in_place(buffers: list[Buffer], out: Buffer) -> list[Buffer]:
 def _run_on_gpu(buffers: list[Buffer], out: Buffer) -> list[Buffer]:
     memories, on_gpu = zip(*(buffer.on_gpu() for buffer in (*buffers, out)), strict=True)
     ops.gated_delta_recurrence_fwd(*on_gpu[:-1], out=on_gpu[-1])
-    return [
-        replace(buffer, memory=memory.get()) for memory, buffer in zip(memories, (*buffers, out), strict=True)
-    ]
+    return [replace(buffer, memory=memory.get()) for memory, buffer in zip(memories, (*buffers, out), strict=True)]
 
 
 def _kept(name: str, before: Buffer, after: Buffer) -> Comparison:

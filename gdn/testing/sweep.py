@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 
 from gdn.testing.cases import RecurrenceCase, build_arrays
 from gdn.testing.checks import Subject, checks_of, reference_of, subject
@@ -45,40 +46,53 @@ class CaseResult:
 
 def run_sweep(
     cases: Sequence[RecurrenceCase], backends: Sequence[str], *, workers: int = 1
-) -> Iterator[CaseResult]:
+) -> Generator[CaseResult, None, None]:
     """Run every check of every case on every backend; results come in the order of cases, then backends.
 
     A case's arrays and reference are made once. With several workers cases run side by side, which changes
-    nothing but the time. Leaving the iteration early abandons the cases that have not begun.
+    nothing but the time. Leaving the iteration early abandons the cases that have not begun, and those that
+    have after the check they are at.
 
     Args:
         cases: what to run, in order.
         backends: names out of `gdn.available_backends()`.
         workers: threads that run cases.
     """
+    abandoned = Event()
     with ThreadPoolExecutor(workers) as pool:
-        runs = [pool.submit(_run_case, case, backends) for case in cases]
+        runs = [pool.submit(_run_case, case, backends, abandoned) for case in cases]
         try:
             for run in runs:
                 yield from run.result()
         finally:
+            abandoned.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _run_case(case: RecurrenceCase, backends: Sequence[str]) -> list[CaseResult]:
-    arrays = build_arrays(case)
-    reference = reference_of(arrays)
-    results = []
+def _run_case(case: RecurrenceCase, backends: Sequence[str], abandoned: Event) -> list[CaseResult]:
+    try:
+        arrays = build_arrays(case)
+        reference = reference_of(arrays)
+    except Exception as refusal:  # a case that cannot even be made must not take the others with it
+        return [CaseResult(case, backend, (), _in_words(refusal), 0.0) for backend in backends]
+    results: list[CaseResult] = []
     for backend in backends:
         start = time.perf_counter()
-        checks: tuple[CheckResult, ...] = ()
+        checks: list[CheckResult] = []
         error = None
         try:
-            checks = tuple(_run_checks(subject(case, backend, arrays, reference)))
+            for check in _run_checks(subject(case, backend, arrays, reference)):
+                checks.append(check)
+                if abandoned.is_set():
+                    return results
         except Exception as refusal:  # whatever it was, a case that cannot run has failed
-            error = f"{type(refusal).__name__}: {refusal}"
-        results.append(CaseResult(case, backend, checks, error, time.perf_counter() - start))
+            error = _in_words(refusal)
+        results.append(CaseResult(case, backend, tuple(checks), error, time.perf_counter() - start))
     return results
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _run_checks(under_test: Subject) -> Iterator[CheckResult]:
@@ -88,6 +102,4 @@ def _run_checks(under_test: Subject) -> Iterator[CheckResult]:
         if comparisons:
             failed = [comparison for comparison in comparisons if not comparison.passed]
             worst = failed[0] if failed else max(comparisons, key=lambda comparison: comparison.worst_error)
-            yield CheckResult(
-                name, len(comparisons), worst, tuple(comparison.message for comparison in failed)
-            )
+            yield CheckResult(name, len(comparisons), worst, tuple(comparison.message for comparison in failed))

@@ -96,10 +96,9 @@ def imports(path: Path, *, top_only: bool = False) -> set[str]:
 
 def line_of(module: str, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The line of the table for a module: its own, or that of the pattern it matches."""
-    if module in table:
-        return table[module]
-    (line,) = [line for pattern, line in table.items() if fnmatchcase(module, pattern)]
-    return line
+    lines = [table[module]] if module in table else [table[name] for name in table if fnmatchcase(module, name)]
+    assert len(lines) == 1, f"{module} needs a line in the table"
+    return lines[0]
 
 
 def test_every_module_is_found() -> None:

@@ -68,7 +68,7 @@ def take(name: str, value: Any) -> Argument:
     Raises DTypeError for something that is no array and DeviceError for one that lives in a place no backend
     can reach.
     """
-    array = value if isinstance(value, np.ndarray) else _adopt(name, value)
+    array = value if type(value) is np.ndarray else _adopt(name, value)
     if isinstance(array, np.ndarray):
         pointer, place = array.ctypes.data, CPU
     else:
@@ -102,6 +102,10 @@ def _whole_elements(name: str, byte_strides: tuple[int, ...], itemsize: int) -> 
 
 def _adopt(name: str, value: Any) -> Any:
     """A NumPy or CuPy array over the memory of `value`."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise DTypeError(rejection(name, "an array without a mask, which no op would honour", _type_name(value)))
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(value, cupy.ndarray):
         return value

@@ -71,11 +71,7 @@ def require_distinct_elements(argument: Argument) -> None:
         return
     # row_stride * i = column_stride * j has its smallest non-zero solution at the strides over their gcd.
     divisor = gcd(row_stride, column_stride)
-    if divisor == 0:
-        shares = True
-    else:
-        shares = abs(column_stride) // divisor < rows and abs(row_stride) // divisor < columns
-    if shares:
+    if divisor == 0 or (abs(column_stride) // divisor < rows and abs(row_stride) // divisor < columns):
         raise LayoutError(
             rejection(
                 argument.name,

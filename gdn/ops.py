@@ -7,6 +7,7 @@ arrays are computed at once, by the backend that `gdn.use_backend` names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -290,27 +291,28 @@ def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -
     if check is None:
         known = ", ".join(function.__name__ for function in _INDEX_CHECKS)
         raise GdnError(rejection("op", f"one of {known}", getattr(op, "__name__", repr(op))))
-    check(*arguments, **keywords)
+    bound = inspect.signature(op).bind(*arguments, **keywords)  # puts keywords in the order of the signature
+    check(**bound.arguments)
 
 
-def _check_fwd_indices(*six: Any, out: Any = None) -> None:
-    inputs = recurrence_inputs(arrays.take, *six)
+def _check_fwd_indices(*, out: Any = None, **six: Any) -> None:
+    inputs = recurrence_inputs(arrays.take, *six.values())
     require_writable_pool(inputs)
     if out is not None:
         _readout_argument(out, inputs)
     check_recurrence_indices(inputs)
 
 
-def _check_verify_indices(*eight: Any, out: Any = None) -> None:
-    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *eight[:-2]), *eight[-2:])
+def _check_verify_indices(*, ring: Any, ring_slot_idx: Any, out: Any = None, **six: Any) -> None:
+    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *six.values()), ring, ring_slot_idx)
     require_writable_ring(inputs)
     if out is not None:
         _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
     check_verify_indices(inputs)
 
 
-def _check_fold_indices(*five: Any) -> None:
-    inputs = fold_inputs(arrays.take, *five)
+def _check_fold_indices(**five: Any) -> None:
+    inputs = fold_inputs(arrays.take, *five.values())
     require_writable_fold(inputs)
     check_fold_indices(inputs)
 

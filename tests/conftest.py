@@ -55,11 +55,11 @@ def cpu_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def host() -> str:
-    """The host backend alone."""
-    _skip_where_missing("host")
-    return "host"
+@pytest.fixture(params=("host", pytest.param("cuda", marks=pytest.mark.gpu)))
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Each backend that runs `kernels/*.cu`."""
+    _skip_where_missing(request.param)
+    return str(request.param)
 
 
 class Call:

@@ -50,7 +50,10 @@ def run_verify(folder: Path) -> tuple[bool, str]:
         report = json.loads(output)
     except json.JSONDecodeError:
         return False, "no report"
-    return status == 0, json.dumps(report["summary"])
+    counts = ", ".join(
+        f"{report[key]} {key.removeprefix('num_')}" for key in ("num_cases", "num_comparisons", "num_failed")
+    )
+    return status == 0, counts
 
 
 def run_sanitizer(tool: str, folder: Path) -> tuple[bool, str]:

@@ -96,7 +96,7 @@ def test_a_pool_that_is_a_slice_of_columns(call: Call, cpu_backend: str) -> None
 
 @pytest.mark.parametrize("slot_stride", [0, 64, 127, -64])
 def test_slots_that_share_memory(call: Call, cpu_backend: str, slot_stride: int) -> None:
-    memory = np.zeros(5 * 128, np.float32)
+    memory = np.zeros(6 * 128, np.float32)
     strides = (slot_stride * 4, 64 * 4, 8 * 4, 4)
     call["recurrent_state"] = np.ndarray((4, 2, 8, 8), np.float32, memory, 4 * 192, strides)
     message = f"recurrent_state: expected a first stride of at least 128 elements, got {slot_stride}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from gdn.arrays import take
-from gdn.check import require_disjoint
+from gdn import check
+from gdn.arrays import Argument
 from gdn.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -91,14 +91,41 @@ def test_inputs_may_overlap_each_other(new_call: type[Call], cpu_backend: str) -
     assert_same_results(call, plain, cpu_backend)
 
 
+def described(name: str, shape: tuple[int, int], strides: tuple[int, int], pointer: int, itemsize: int = 4) -> Argument:
+    """An argument of these strides in bytes at an address where there may be no memory at all."""
+    size = shape[0] * shape[1]
+    end = pointer + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + itemsize
+    elements = tuple(stride // itemsize for stride in strides)
+    return Argument(name, None, shape, elements, size, "", itemsize, pointer, pointer, end, "cpu")
+
+
 def test_an_overlap_too_hard_to_decide_is_refused() -> None:
     """Exact overlap of strided arrays is a search; one that is cut short counts as overlap."""
-    odd = take("one", np.zeros((40, 41, 43), np.float32))._replace(strides=(47514, 79070, 118515))
-    one = odd._replace(pointer=2**20, begin=2**20, end=2**20 + 2**25)
-    other = odd._replace(name="other", pointer=2**20 + 4, begin=2**20 + 4, end=2**20 + 4 + 2**25)
+    one = described("one", (343, 262), (246268, 32784), 2**40)
+    other = described("other", (214, 122), (13228, 140220), 2**40 + 32)
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(check._Addresses(one), check._Addresses(other), max_work=check._OVERLAP_STEPS)
     with pytest.raises(LayoutError, match=r"^one: expected memory of its own, apart from other, got overlapping"):
-        require_disjoint(one, [other])
-    require_disjoint(one, [other._replace(pointer=2**30, begin=2**30, end=2**30 + 2**25)])
+        check.require_disjoint(one, [other])
+    check.require_disjoint(one, [other._replace(pointer=2**41, begin=2**41, end=2**41 + 2**30)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (((262400, 8192), (32768, 2), 2**40, 2), ((262400, 4096), (32768, 4), 2**40 + 16384)),
+        (((262400, 8192), (32770, 2), 2**40, 2), ((262400, 8193), (32770, 2), 2**40 + 16384, 2)),
+        (((262400, 8192), (65536, 8), 2**40), ((262400, 8192), (65536, 8), 2**40 + 4)),
+        (((262400, 48), (16512, 2), 2**40, 2), ((262400, 8192), (16512, 2), 2**40 + 96, 2)),
+    ],
+    ids=["columns of one buffer", "columns and nothing between", "every other element", "gates beside channels"],
+)
+def test_large_interleaved_arrays_are_decided(first: Any, second: Any) -> None:
+    check.require_disjoint(described("first", *first), [described("second", *second)])
+    shape, strides, pointer, *itemsize = second
+    one_element_lower = described("second", shape, strides, pointer - (itemsize or [4])[0], *itemsize)
+    with pytest.raises(LayoutError, match=r"^first: expected memory of its own, apart from second"):
+        check.require_disjoint(described("first", *first), [one_element_lower])
 
 
 def test_empty_arrays_overlap_nothing(new_call: type[Call], cpu_backend: str) -> None:

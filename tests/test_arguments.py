@@ -11,7 +11,7 @@ import pytest
 
 from gdn import ops
 from gdn.arrays import DTYPES
-from gdn.errors import DTypeError, ShapeError
+from gdn.errors import DTypeError, LayoutError, ShapeError
 
 if TYPE_CHECKING:
     from tests.conftest import Call
@@ -238,6 +238,16 @@ def test_types_of_other_libraries_are_known_by_their_names(call: Call, dtype: st
     else:
         with pytest.raises(DTypeError, match=r"^qkv_conv_output: expected float32, .*, got float8_e4m3$"):
             ops.gated_delta_recurrence_fwd_shape(*six)
+
+
+def test_strides_are_read_where_an_object_has_them(call: Call) -> None:
+    """PyTorch counts strides in elements, by a method; the shape function refuses what the op would."""
+    six = shapes_of(call)
+    six[3].stride = lambda: (128, 64, 8, 1)
+    assert ops.gated_delta_recurrence_fwd_shape(*six) == (3, 16)
+    six[3].stride = lambda: (128, 64, 1, 8)
+    with pytest.raises(LayoutError, match=r"^recurrent_state: .* dense row-major, got strides \(128, 64, 1, 8\)"):
+        ops.gated_delta_recurrence_fwd_shape(*six)
 
 
 MANY_ROWS = {"qkv_conv_output": (2**32, 32), "decay_per_token": (2**32, 2), "beta_per_token": (2**32, 2)}

@@ -26,7 +26,7 @@ def unavailable_reason() -> str | None:
     """Why no kernel can run here, in one line; None where it can."""
     try:
         import cupy
-    except ImportError as error:
+    except Exception as error:  # a CuPy that is there but broken raises whatever broke it
         return f"CuPy cannot be imported ({error}); install gdn[cuda12] or gdn[cuda13]"
     if not cupy.is_available():
         return "CuPy finds no CUDA device (no NVIDIA driver, or no GPU visible)"

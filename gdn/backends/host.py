@@ -44,24 +44,29 @@ _FLAGS = (
     "-fno-trapping-math",
     "-DGDN_ON_CPU=1",
 )
-#: Used where the compiler knows them.
-_OPTIONAL_FLAGS = ("-march=native", "-fno-gnu-unique")
-# A thread of a block has a stack of 64 KiB (kernels/host/context.h); with a sanitizer it has more.
-_PLAIN_FLAGS = ("-O2", "-Werror=frame-larger-than=49152")
+# Used where the compiler knows them. A thread of a block has a stack of 64 KiB (kernels/host/context.h), and
+# GCC and Clang spell a limit on frames differently.
+_OPTIONAL_FLAGS = (
+    ("-march=native",),
+    ("-fno-gnu-unique",),
+    ("-Werror=frame-larger-than=49152",),
+    ("-Wframe-larger-than=49152", "-Werror=frame-larger-than"),
+)
+_PLAIN_FLAGS = ("-O2",)
 _SANITIZER_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 _MESSAGE_BYTES = 512
 _MAX_OUTPUT_LINES = 60
 
 #: How a parameter of each kind lies in its 8 bytes.
-_PACKING = {"pointer": "Q", "int64": "q", "uint32": "I4x"}
+_PACKING = {"pointer": "Q", "int64": "q"}
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
     """How kernels are built and run on the CPU; for tests of the kernels themselves.
 
-    sanitize: value for the compiler's `-fsanitize=`, e.g. "undefined". "address" and "thread" need their
-        runtime preloaded into the process: `LD_PRELOAD=$(g++ -print-file-name=libasan.so)`.
+    sanitize: value for GCC's `-fsanitize=`: "address,undefined" or "thread". The runtime must be preloaded into
+        the process: `LD_PRELOAD=$(g++ -print-file-name=libasan.so)`, or libtsan.so.
     order_seed: 0 runs blocks, and the threads of a block, in plain order; another number in an order drawn
         from it, which makes a missing barrier show as a wrong result.
     max_os_threads: blocks that run at once at most; 0 means as many as this process has CPUs.
@@ -127,7 +132,7 @@ def _probe(cxx: str, path: str) -> _Toolchain:
 
 
 def _compiler_command(cxx: str, path: str) -> tuple[str, ...]:
-    if cxx:
+    if cxx.strip():
         command = tuple(shlex.split(cxx))  # "ccache g++" is usual
         if shutil.which(command[0], path=path) is None:
             raise DeviceError(f"no C++ compiler: CXX={cxx} is not on PATH")
@@ -139,13 +144,12 @@ def _compiler_command(cxx: str, path: str) -> tuple[str, ...]:
 
 
 def _supported_flags(command: tuple[str, ...]) -> tuple[str, ...]:
-    def accepts(*flags: str) -> bool:
-        arguments = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    def accepts(flags: tuple[str, ...]) -> bool:
+        # -Werror: Clang only warns of a flag that it does not know.
+        arguments = [*command, *flags, "-Werror", "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(arguments, capture_output=True, check=False).returncode == 0
 
-    if accepts(*_OPTIONAL_FLAGS):
-        return _OPTIONAL_FLAGS
-    return tuple(flag for flag in _OPTIONAL_FLAGS if accepts(flag))
+    return tuple(flag for flags in _OPTIONAL_FLAGS if accepts(flags) for flag in flags)
 
 
 def _compiler_output(arguments: Sequence[str]) -> str:

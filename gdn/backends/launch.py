@@ -20,11 +20,10 @@ KERNEL_TYPE = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 MAX_GRID_BLOCKS = 2**31 - 1
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"\s*$')
-#: The values that one 4- or 8-byte parameter may take; anything outside would be cut off silently.
+#: Values of a parameter by its kind. Every parameter is 8 bytes wide, so that CuPy may be handed Python ints.
 _RANGES = {
     "pointer": (0, 2**64 - 1),
     "int64": (-(2**63), 2**63 - 1),
-    "uint32": (0, 2**32 - 1),
 }
 
 
@@ -33,7 +32,7 @@ class Kernel:
     """One entry point: `kernels/<stem>.cu` defines `stem` with these parameters, in this order."""
 
     stem: str
-    parameters: tuple[tuple[str, str], ...]  # (name, "pointer" | "int64" | "uint32")
+    parameters: tuple[tuple[str, str], ...]  # (name, "pointer" | "int64")
 
 
 @dataclass(frozen=True, slots=True)

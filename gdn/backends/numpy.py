@@ -187,4 +187,5 @@ def _tree_sum(products: Float32Array) -> Float32Array:
         sums += chains[..., row, :]
     while sums.shape[-2] > 1:
         sums = sums[..., 0::2, :] + sums[..., 1::2, :]
-    return sums[..., 0, :]
+    result: Float32Array = sums[..., 0, :]
+    return result

@@ -16,6 +16,8 @@ from functools import cache
 MAX_ELEMENTS_PER_LANE = 128
 #: Registers of one multiprocessor, the same from sm_80 to sm_120.
 REGISTERS_PER_MULTIPROCESSOR = 65536
+#: Registers a thread may use, by how many values it keeps in them at once.
+_REGISTER_CAPS = ((100, 128), (120, 168))
 MAX_THREADS = 256
 WARP = 32
 
@@ -48,11 +50,15 @@ class RowTile:
         return key_head_dim // self.row_groups * self.columns_per_lane
 
     def min_blocks(self, key_head_dim: int) -> int:
-        """Blocks a multiprocessor must be able to hold, which caps the registers of a thread."""
-        if self.elements_per_lane(key_head_dim) > MAX_ELEMENTS_PER_LANE // 2:
-            registers = 256
-        else:
-            registers = 128 if self.columns_per_lane <= 4 else 168
+        """Blocks a multiprocessor must be able to hold, which caps the registers of a thread.
+
+        The caps leave room for addresses and scalars beside what a thread keeps in registers at once: its state, two
+        chains of a token it prepares, and per column two sums, a delta factor and a readout. A test compiles every
+        variant and fails on a spill.
+        """
+        chain_length = key_head_dim // num_chains(key_head_dim)
+        values = self.elements_per_lane(key_head_dim) + 2 * chain_length + 4 * self.columns_per_lane
+        registers = next((cap for most, cap in _REGISTER_CAPS if values <= most), 256)
         return REGISTERS_PER_MULTIPROCESSOR // (self.threads * registers)
 
     def macros(self, key_head_dim: int) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""The cases that tests, `gdn verify` and the benchmark share: named ones, and seeded random ones.
+"""Cases of the recurrence that tests, `gdn verify` and the benchmark share: named ones, and seeded random ones.
 
 A case is a small description; `build_arrays` makes its arrays, the same ones on every machine.
 """
@@ -60,11 +60,13 @@ class RecurrenceCase:
     @property
     def cost(self) -> int:
         """State elements that the call updates."""
-        return self.total_seq_len * self.heads.slot_state_elements
+        return sum(self.lengths) * self.heads.slot_state_elements
 
     def types(self) -> str:
-        """Work, pool and the types that differ from their defaults, in short."""
-        text = f"{self.work_dtype}/{self.state_dtype}"
+        """Type of work and pool, or both with a slash, and the types that differ from their defaults."""
+        text = self.work_dtype
+        if self.state_dtype != self.work_dtype:
+            text += f"/{self.state_dtype}"
         if self.gate_dtype != "float32":
             text += f" gates {self.gate_dtype}"
         if self.out_dtype != self.work_dtype:
@@ -267,18 +269,20 @@ def _named_cases() -> tuple[RecurrenceCase, ...]:
         _case("bfloat16_gates", small, (17, 1), gate_dtype="bfloat16", **bfloat16),
         _case("float32_readout", small, (17, 1), out_dtype="float32", work_dtype="bfloat16"),
         _case(
-            "sliced_inputs", small, (17, 1, 4), qkv_layout="slice", gate_layout="slice", state_layout="gaps", out_layout="slice"
+            "sliced_inputs", small, (17, 1, 4), qkv_layout="slice", gate_layout="slice", state_layout="gaps",
+            out_layout="slice"
         ),
         _case(
-            "sliced_inputs_bfloat16", small, (17, 1, 4), qkv_layout="slice", state_layout="gaps", out_layout="slice", **bfloat16
+            "sliced_inputs_bfloat16", small, (17, 1, 4), qkv_layout="slice", state_layout="gaps", out_layout="slice",
+            **bfloat16
         ),
         _case(
             "unaligned", small, (17, 1, 4), qkv_layout="unaligned", gate_layout="unaligned", state_layout="unaligned",
             index_layout="every_other", out_layout="unaligned", **bfloat16
         ),
         _case(
-            "strided", small, (17, 1, 4), qkv_layout="every_other", gate_layout="column_major", index_layout="every_other",
-            out_layout="column_major", index_dtype="int32"
+            "strided", small, (17, 1, 4), qkv_layout="every_other", gate_layout="column_major",
+            index_layout="every_other", out_layout="column_major", index_dtype="int32"
         ),
         _case("reversed_rows", small, (17, 1, 4), qkv_layout="reversed", gate_layout="reversed", out_layout="reversed"),
         _case("tiny_decay", small, (70, 3), inputs="tiny_decay"),
@@ -292,10 +296,10 @@ def _named_cases() -> tuple[RecurrenceCase, ...]:
     )  # fmt: skip
 
 
-NAMED_CASES: dict[str, RecurrenceCase] = {case.name: case for case in _named_cases()}
+RECURRENCE_CASES: dict[str, RecurrenceCase] = {case.name: case for case in _named_cases()}
 
 
-def random_case(seed: int, number: int, **fixed: Any) -> RecurrenceCase:
+def random_recurrence_case(seed: int, number: int, **fixed: Any) -> RecurrenceCase:
     """Case `number` of a seed, whatever other cases are drawn. Keywords fix `heads` or types; the rest is drawn."""
     random = np.random.default_rng([0x6764_6E, seed, number])
     heads = _random_heads(random)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from gdn import oracle, ops
+from gdn import oracle
 from gdn.backends.row_tile import forced_row_tile, row_tiles
 from gdn.indices import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays
 from gdn.testing.compare import Comparison, Tolerance, bitwise, close, storage_tolerance
-from gdn.testing.execute import on_backend
 from gdn.testing.ring_cases import RingArrays, RingCase
+from gdn.testing.ring_device import Device
+from gdn.testing.ring_walk import walk
 
 #: Folding from a 16-bit ring rounds key, delta factor and decay of each accepted token to the ring's type. An update is
 #: as large as the state's scale at most, so each of RING_LEN tokens may add three roundings of it; measured below one.
@@ -49,83 +49,23 @@ class RingSubject:
     @property
     def commits_itself(self) -> Array:
         """Rows longer than the ring."""
-        return self.lengths > self.case.ring_len
+        too_long: Array = self.lengths > self.case.ring_len
+        return too_long
 
     def is_live(self, layer: int) -> Array:
         """Rows that have tokens, a slot and a ring row."""
         slots, rows = (table[layer].view(np.uint32) for table in (self.arrays.row_ids, self.arrays.ring_row_ids))
-        return (self.lengths > 0) & (slots != PAD_SLOT) & (rows != PAD_SLOT)
+        live: Array = (self.lengths > 0) & (slots != PAD_SLOT) & (rows != PAD_SLOT)
+        return live
 
 
 def ring_subject(case: RingCase, backend: str, arrays: RingArrays) -> RingSubject:
     """Verify every layer's windows on a backend."""
     device = Device(backend)
     pool, ring = device.put(arrays.recurrent_state), device.put(arrays.ring)
-    readouts = tuple(device.verify(arrays, layer, pool, ring) for layer in range(case.num_layers))
+    tables = zip(arrays.layers, arrays.ring_row_ids, strict=True)
+    readouts = tuple(device.verify(window, ring_rows, pool, ring) for window, ring_rows in tables)
     return RingSubject(case, backend, arrays, readouts, device.get(pool), device.get(ring))
-
-
-class Device:
-    """Runs ops on a backend with arrays that stay where the backend wants them between calls."""
-
-    def __init__(self, backend: str) -> None:
-        """`backend` is "cuda", "host" or "numpy"."""
-        self.backend = backend
-
-    def put(self, array: Array) -> Any:
-        """A copy of an array on the backend's side."""
-        if self.backend == "cuda":
-            import cupy
-
-            return cupy.asarray(array)
-        return array.copy()
-
-    def get(self, array: Any) -> Array:
-        """A copy of an array on this side."""
-        result: Array = array.get() if self.backend == "cuda" else array.copy()
-        return result
-
-    def verify(self, arrays: RingArrays, layer: int, pool: Any, ring: Any) -> Array:
-        """Verify the windows of one layer on a pool and a ring of the backend's; returns the readout."""
-        window = arrays.layers[layer]
-        tokens = (window.qkv_conv_output, window.decay_per_token, window.beta_per_token)
-        return self._with_readout(
-            ops.gated_delta_recurrence_verify_ring,
-            window,
-            *(self.put(array) for array in tokens),
-            pool,
-            self.put(window.slot_idx),
-            self.put(window.input_row_offsets),
-            ring,
-            self.put(arrays.ring_row_ids[layer]),
-        )
-
-    def forward(self, window: RecurrenceArrays, pool: Any) -> Array:
-        """Run a window plainly on a pool of the backend's; returns the readout."""
-        tokens = (window.qkv_conv_output, window.decay_per_token, window.beta_per_token)
-        return self._with_readout(
-            ops.gated_delta_recurrence_fwd,
-            window,
-            *(self.put(array) for array in tokens),
-            pool,
-            self.put(window.slot_idx),
-            self.put(window.input_row_offsets),
-        )
-
-    def fold(self, pool: Any, row_ids: Array, ring: Any, ring_row_ids: Array, num_accepted: Array) -> None:
-        """Fold on a pool and a ring of the backend's."""
-        with on_backend(self.backend):
-            ops.gated_delta_state_fold(
-                pool, self.put(row_ids), ring, self.put(ring_row_ids), self.put(num_accepted)
-            )
-
-    def _with_readout(self, op: Callable[..., Any], window: RecurrenceArrays, *arguments: Any) -> Array:
-        """Call with a NaN-filled `out` of the work type."""
-        heads = window.recurrent_state.shape[1] * window.recurrent_state.shape[3]
-        out = self.put(np.full((len(window.qkv_conv_output), heads), np.nan, window.qkv_conv_output.dtype))
-        with on_backend(self.backend):
-            op(*arguments, out=out)
-        return self.get(out)
 
 
 def _accepted_rows(subject: RingSubject, layer: int) -> RecurrenceArrays:
@@ -208,7 +148,7 @@ def readout_of_forward(subject: RingSubject) -> Iterator[Comparison]:
 
 
 def hands_off(subject: RingSubject) -> Iterator[Comparison]:
-    """Verify leaves the pool, foreign ring rows and padding alone; rows longer than the ring advance as forward does."""
+    """Verify leaves the pool, foreign ring rows and padding alone; over-long rows advance as forward does."""
     case, arrays = subject.case, subject.arrays
     expected_pool = arrays.recurrent_state.copy()
     may_be_written = np.zeros(arrays.ring.shape, bool)
@@ -232,16 +172,15 @@ def hands_off(subject: RingSubject) -> Iterator[Comparison]:
 
 def _bits(array: Array) -> Array:
     """The bytes as integers: a NaN that was written over with another NaN is a difference here."""
-    return np.ascontiguousarray(array).view(np.dtype(f"u{array.itemsize}"))
+    bits: Array = np.ascontiguousarray(array).view(np.dtype(f"u{array.itemsize}"))
+    return bits
 
 
 def fold_of_forward(subject: RingSubject) -> Iterator[Comparison]:
     """E2: verify, then fold(n), leaves what forward over the first n tokens leaves, to the bit, in every layer."""
     if subject.case.ring_dtype != "float32":
         return
-    yield bitwise(
-        _folded(subject, subject.ring, subject.arrays.num_accepted), _plain_pool(subject), "pool after fold"
-    )
+    yield bitwise(_folded(subject, subject.ring, subject.arrays.num_accepted), _plain_pool(subject), "pool after fold")
 
 
 def unread_records(subject: RingSubject) -> Iterator[Comparison]:
@@ -302,6 +241,11 @@ def thread_maps(subject: RingSubject) -> Iterator[Comparison]:
         yield bitwise(folded, expected, f"{tiles[idx]}: pool")
 
 
+def walks(subject: RingSubject) -> Iterator[Comparison]:
+    """E1 and E2 over a long walk of forward, verify, fold and dropped drafts, against plain forward calls."""
+    return walk(subject.case, subject.backend)
+
+
 _Check = Callable[[RingSubject], Iterator[Comparison]]
 
 RING_CHECKS: dict[str, _Check] = {
@@ -313,4 +257,5 @@ RING_CHECKS: dict[str, _Check] = {
     "parts": fold_in_parts,
     "bites": wrong_counts_differ,
     "maps": thread_maps,
+    "walk": walks,
 }

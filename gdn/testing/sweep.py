@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 
-from gdn.testing.cases import RecurrenceCase, build_arrays
-from gdn.testing.checks import Subject, checks_of, reference_of, subject
+from gdn.testing.cases import build_arrays
+from gdn.testing.catalogue import Case
+from gdn.testing.checks import checks_of, reference_of, subject
 from gdn.testing.compare import Comparison
+from gdn.testing.ring_cases import RingCase, build_ring_arrays
+from gdn.testing.ring_checks import RING_CHECKS, ring_subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class CheckResult:
 class CaseResult:
     """All checks of one case on one backend. `error` is what kept the case from running, if anything did."""
 
-    case: RecurrenceCase
+    case: Case
     backend: str
     checks: tuple[CheckResult, ...]
     error: str | None
@@ -43,46 +47,82 @@ class CaseResult:
         return self.error is None and bool(self.checks) and all(check.passed for check in self.checks)
 
 
-def run_sweep(cases: Sequence[RecurrenceCase], backends: Sequence[str], *, workers: int = 1) -> Iterator[CaseResult]:
+def run_sweep(cases: Sequence[Case], backends: Sequence[str], *, workers: int = 1) -> Generator[CaseResult, None, None]:
     """Run every check of every case on every backend; results come in the order of cases, then backends.
 
     A case's arrays and reference are made once. With several workers cases run side by side, which changes
-    nothing but the time. Leaving the iteration early abandons the cases that have not begun.
+    nothing but the time. Leaving the iteration early abandons the cases that have not begun, and those that
+    have after the check they are at.
 
     Args:
         cases: what to run, in order.
         backends: names out of `gdn.available_backends()`.
         workers: threads that run cases.
     """
+    abandoned = Event()
     with ThreadPoolExecutor(workers) as pool:
-        runs = [pool.submit(_run_case, case, backends) for case in cases]
+        runs = [pool.submit(_run_case, case, backends, abandoned) for case in cases]
         try:
             for run in runs:
                 yield from run.result()
         finally:
+            abandoned.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _run_case(case: RecurrenceCase, backends: Sequence[str]) -> list[CaseResult]:
-    arrays = build_arrays(case)
-    reference = reference_of(arrays)
-    results = []
+#: Comparisons of a case on one backend by the name of their check, made as they are asked for.
+_Comparisons = Iterator[tuple[str, Iterator[Comparison]]]
+
+
+def _prepare(case: Case) -> Callable[[str], _Comparisons]:
+    """Make the arrays that all backends share; returns what runs the case's checks on a backend."""
+    if isinstance(case, RingCase):
+        ring_arrays = build_ring_arrays(case)
+
+        def on_backend(backend: str) -> _Comparisons:
+            under_test = ring_subject(case, backend, ring_arrays)
+            yield from ((name, check(under_test)) for name, check in RING_CHECKS.items())
+
+    else:
+        arrays = build_arrays(case)
+        reference = reference_of(arrays)
+
+        def on_backend(backend: str) -> _Comparisons:
+            under_test = subject(case, backend, arrays, reference)
+            yield from ((name, check(under_test)) for name, check in checks_of(case).items())
+
+    return on_backend
+
+
+def _run_case(case: Case, backends: Sequence[str], abandoned: Event) -> list[CaseResult]:
+    try:
+        on_backend = _prepare(case)
+    except Exception as refusal:  # a case that cannot even be made must not take the others with it
+        return [CaseResult(case, backend, (), _in_words(refusal), 0.0) for backend in backends]
+    results: list[CaseResult] = []
     for backend in backends:
         start = time.perf_counter()
-        checks: tuple[CheckResult, ...] = ()
+        checks: list[CheckResult] = []
         error = None
         try:
-            checks = tuple(_run_checks(subject(case, backend, arrays, reference)))
+            for check in _run_checks(on_backend(backend)):
+                checks.append(check)
+                if abandoned.is_set():
+                    return results
         except Exception as refusal:  # whatever it was, a case that cannot run has failed
-            error = f"{type(refusal).__name__}: {refusal}"
-        results.append(CaseResult(case, backend, checks, error, time.perf_counter() - start))
+            error = _in_words(refusal)
+        results.append(CaseResult(case, backend, tuple(checks), error, time.perf_counter() - start))
     return results
 
 
-def _run_checks(under_test: Subject) -> Iterator[CheckResult]:
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _run_checks(named: _Comparisons) -> Iterator[CheckResult]:
     """The checks that have something to compare in this case."""
-    for name, check in checks_of(under_test.case).items():
-        comparisons = list(check(under_test))
+    for name, check in named:
+        comparisons = list(check)
         if comparisons:
             failed = [comparison for comparison in comparisons if not comparison.passed]
             worst = failed[0] if failed else max(comparisons, key=lambda comparison: comparison.worst_error)

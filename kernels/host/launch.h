@@ -87,7 +87,8 @@ inline SharedMemory find_shared_memory() {
     return memory;
 }
 
-// On a GPU a block finds leftovers in its shared memory. Here it finds NaN, so that relying on them shows.
+// On a GPU a block finds leftovers in its shared memory. Here it finds NaN, so that relying on them shows. (A
+// library has this memory to itself; linked into a static executable it would share it with the C library.)
 inline void poison(const SharedMemory& memory) {
     const Here kept = here;
     memset(memory.begin, 0xff, memory.num_bytes);
@@ -99,7 +100,7 @@ inline void poison(const SharedMemory& memory) {
 // What its OS threads share.
 struct Launch {
     Grid grid;
-    unsigned max_os_threads;
+    unsigned max_os_threads;  // at least 1
     unsigned num_started;   // blocks
     unsigned block_stride;  // the n-th block to start has block_idx n * block_stride mod num_blocks
     pthread_mutex_t lock;
@@ -200,7 +201,6 @@ template <typename Parameter>
 constexpr const char* kind_of() {
     if (std::is_pointer_v<Parameter>) return "pointer";
     if (std::is_same_v<Parameter, long long>) return "int64";
-    if (std::is_same_v<Parameter, unsigned int>) return "uint32";
     return "unknown";
 }
 

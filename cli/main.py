@@ -1,0 +1,88 @@
+"""The command `gdn`: finds the subcommand, and turns what ends it into an exit code.
+
+0 all right, 1 a check failed, 2 usage (which a refused argument of the library is too), 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import click
+
+import gdn
+from gdn.cli.names import suggestion
+
+#: Subcommands with their line in the help. Each is the function of its name in the module of its name, which is
+#: imported when it is called for, so that `gdn --help` need not wait for NumPy.
+_COMMANDS = {
+    "verify": "Check every backend of this machine against the oracle.",
+    "info": "Show versions, GPUs, backends, caches and limits.",
+}
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class _Refused(click.ClickException):
+    """An argument that the library does not take: one line, as for every other mistake in the usage."""
+
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """The subcommands, imported on demand."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"gdn.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"unknown command {name!r}; {suggestion(name, _COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except gdn.GdnError as error:
+            raise _Refused(str(error).partition("\n")[0]) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(_INTERRUPTED)
+        except BrokenPipeError:
+            _discard_output()
+            ctx.exit(_BROKEN_PIPE)
+
+
+def _discard_output() -> None:
+    """Nobody reads on: what Python still holds for a closed pipe must not become a message at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the other stream may be fine, or no file at all
+            if not stream.isatty():
+                os.dup2(nowhere, stream.fileno())
+
+
+@click.group(cls=_Commands, name="gdn", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(gdn.__version__, prog_name="gdn")
+def main() -> None:
+    """Gated DeltaNet recurrence kernels for CuPy and NumPy: is what runs on this machine right?
+
+    Exit codes: 0 all right, 1 a check failed, 2 usage, 130 after Ctrl-C. Results go to standard output, progress
+    to standard error.
+    """

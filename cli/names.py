@@ -1,0 +1,71 @@
+"""Names and numbers that a user types: parameter types with suggestions and shell completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+_MOST_SHOWN = 12  # names in an error message
+
+
+def joined(names: Sequence[str], last: str) -> str:
+    """The names as prose has them: "a, b or c" where `last` is "or"."""
+    return f" {last} ".join((", ".join(names[:-1]), names[-1]) if len(names) > 1 else names)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: those it resembles, else those there are."""
+    known = list(known)
+    similar = get_close_matches(name, known)
+    if similar:
+        return f"did you mean {joined(similar, 'or')}?"
+    if len(known) <= _MOST_SHOWN:
+        return f"expected one of {', '.join(known)}"
+    return f"expected a name such as {', '.join(known[:3])}"
+
+
+class Name(click.ParamType):  # type: ignore[type-arg] # takes one in new releases of click only
+    """One of a list of names, or another that `also` accepts.
+
+    kind: what the names are, for messages. more: what to say of names that are not in the list.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        known: Iterable[str],
+        also: Callable[[str], bool] = lambda name: False,
+        more: str = "",
+    ) -> None:
+        self.name = kind
+        self.known = tuple(known)
+        self.also = also
+        self.more = more
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if text not in self.known and not self.also(text):
+            self.fail(f"unknown {self.name} {text!r}; {suggestion(text, self.known)}{self.more}", param, ctx)
+        return text
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self.known if name.startswith(incomplete)]
+
+
+class PairOfCounts(click.ParamType):  # type: ignore[type-arg] # as above
+    """Two counts with a comma between them, such as 16,32."""
+
+    name = "pair"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):  # click may convert a value twice
+            return value
+        parts = str(value).split(",")
+        if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+            self.fail(f"expected two counts with a comma between them, such as 16,32, got {value!r}", param, ctx)
+        first, second = (int(part) for part in parts)
+        return first, second

@@ -1,0 +1,144 @@
+"""Which backend a call runs on: `use_backend`, and what this machine can run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import gdn
+from gdn.backends import backend_for_numpy_arrays, cuda, host
+from gdn.backends import numpy as numpy_backend
+from gdn.errors import DeviceError
+
+if TYPE_CHECKING:
+    from tests.conftest import Call
+
+needs_host = pytest.mark.skipif(
+    host.unavailable_reason() is not None, reason=f"host backend: {host.unavailable_reason()}"
+)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the backends that calls reach, in order; none of them computes."""
+    names: list[str] = []
+    monkeypatch.setattr(numpy_backend, "gated_delta_recurrence_fwd", lambda *_: names.append("numpy"))
+    monkeypatch.setattr(host, "run", lambda _: names.append("host"))
+    monkeypatch.setattr(cuda, "run", lambda *_: names.append("cuda"))
+    return names
+
+
+def run(call: Call) -> None:
+    gdn.ops.gated_delta_recurrence_fwd(*call.six)
+
+
+@needs_host
+def test_the_choice_holds_inside_the_block_and_nests(call: Call, ran: list[str]) -> None:
+    run(call)
+    with gdn.use_backend("host"):
+        run(call)
+        with gdn.use_backend("numpy"):
+            run(call)
+        run(call)
+    run(call)
+    assert ran == ["numpy", "host", "numpy", "host", "numpy"]
+
+
+@needs_host
+def test_an_error_inside_the_block_ends_the_choice() -> None:
+    with pytest.raises(KeyError), gdn.use_backend("host"):
+        raise KeyError
+    assert backend_for_numpy_arrays() == "numpy"
+
+
+@needs_host
+def test_each_thread_chooses_for_itself(call: Call, ran: list[str]) -> None:
+    inside, outside = threading.Event(), threading.Event()
+
+    def other_thread() -> str:
+        assert inside.wait(10)
+        chosen = backend_for_numpy_arrays()
+        outside.set()
+        return chosen
+
+    with ThreadPoolExecutor(1) as pool:
+        chosen = pool.submit(other_thread)
+        with gdn.use_backend("host"):
+            inside.set()
+            assert outside.wait(10)
+            run(call)
+        assert chosen.result() == "numpy"
+    assert ran == ["host"]
+
+
+@needs_host
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_nothing_to_do_is_no_launch(new_call: type[Call], ran: list[str], lengths: tuple[int, ...]) -> None:
+    """Field cases 66, 67: B = 0 and T = 0 are ordinary, and a grid of no blocks is never launched."""
+    call = new_call(lengths=lengths)
+    pool = call["recurrent_state"].copy()
+    with gdn.use_backend("host"):
+        out = gdn.ops.gated_delta_recurrence_fwd(*call.six)
+    assert out.shape == (0, 16)
+    assert out.dtype == pool.dtype
+    assert (call["recurrent_state"] == pool).all()
+    if not lengths:
+        assert ran == []
+
+
+@pytest.mark.parametrize("name", ["cuda", "gpu", "", "NumPy", None, 3])
+def test_other_names_are_refused(name: Any) -> None:
+    with pytest.raises(DeviceError) as caught, gdn.use_backend(name):
+        raise AssertionError("the block was entered")
+    hint = " (CuPy arrays run on cuda by themselves)" if name == "cuda" else ""
+    assert str(caught.value) == f'use_backend: expected "numpy" or "host", got {name!r}{hint}'
+    assert backend_for_numpy_arrays() == "numpy"
+
+
+def test_a_backend_that_this_machine_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    reason = "no C++ compiler: CXX=no-such-compiler is not on PATH"
+    with pytest.raises(DeviceError) as caught, gdn.use_backend("host"):
+        raise AssertionError("the block was entered")
+    assert str(caught.value) == f'use_backend: expected a backend that this machine can run, got "host": {reason}'
+    assert gdn.unavailable_backends()["host"] == reason
+    assert "host" not in gdn.available_backends()
+
+
+def test_numpy_runs_everywhere_and_every_other_backend_has_a_reason() -> None:
+    available, missing = gdn.available_backends(), gdn.unavailable_backends()
+    assert "numpy" in available
+    assert sorted((*available, *missing)) == ["cuda", "host", "numpy"]
+    for reason in missing.values():
+        assert reason
+        assert "\n" not in reason
+
+
+NO_CUPY = "CuPy cannot be imported (import of cupy halted; None in sys.modules); install gdn[cuda12] or gdn[cuda13]"
+NO_DEVICE = "CuPy finds no CUDA device (no NVIDIA driver, or no GPU visible)"
+
+
+@pytest.mark.parametrize(
+    ("cupy", "reason"),
+    [
+        (None, NO_CUPY),
+        (SimpleNamespace(is_available=lambda: False), NO_DEVICE),
+        (SimpleNamespace(is_available=lambda: True), None),
+    ],
+    ids=["no CuPy", "no driver", "a GPU"],
+)
+def test_why_cuda_cannot_run(monkeypatch: pytest.MonkeyPatch, cupy: Any, reason: str | None) -> None:
+    """Field cases 86, 87: no CuPy, or CuPy and no driver: one clear line."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cuda.unavailable_reason.cache_clear()
+    try:
+        assert cuda.unavailable_reason() == reason
+        assert ("cuda" in gdn.available_backends()) == (reason is None)
+    finally:
+        cuda.unavailable_reason.cache_clear()

@@ -1,0 +1,152 @@
+"""Head counts and head sizes: derived from shapes, right at every size that is served, refused with the limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from gdn import models
+from gdn.backends import host as host_backend
+from gdn.errors import GdnError, ShapeError
+from gdn.geometry import HeadGeometry
+from gdn.testing.cases import RecurrenceCase
+from gdn.testing.sweep import run_sweep
+
+if TYPE_CHECKING:
+    from tests.conftest import Call
+
+FIELD_HEAD_DIMS = (1, 16, 32, 48, 64, 72, 80, 96, 128, 136, 160, 192, 256, 257)
+SERVED = tuple(dim for dim in FIELD_HEAD_DIMS if dim % 8 == 0)
+LIMIT = "expected a multiple of 8 from 8 to 256"
+
+
+def with_heads(
+    call: Call, num_key_heads: int, num_value_heads: int, key_head_dim: int = 8, value_head_dim: int = 8
+) -> Call:
+    """Give the arrays of a call the shapes of these heads, possible or not."""
+    conv_dim = 2 * num_key_heads * key_head_dim + num_value_heads * value_head_dim
+    call["qkv_conv_output"] = np.zeros((3, conv_dim), np.float32)
+    call["decay_per_token"] = np.zeros((3, num_value_heads), np.float32)
+    call["beta_per_token"] = np.zeros((3, num_value_heads), np.float32)
+    call["recurrent_state"] = np.ones((4, num_value_heads, key_head_dim, value_head_dim), np.float32)
+    call["out"] = np.full((3, num_value_heads * value_head_dim), 7, np.float32)
+    return call
+
+
+@pytest.fixture
+def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(variant: object) -> None:
+        raise AssertionError(f"{variant} was compiled")
+
+    monkeypatch.setattr(host_backend, "load", load)
+
+
+# ---- Counts ----
+
+
+@pytest.mark.usefixtures("_nothing_compiles")
+@pytest.mark.parametrize(("num_key_heads", "num_value_heads"), [(2, 3), (4, 2), (0, 4), (3, 0), (0, 0), (6, 4)])
+def test_head_counts_that_do_not_group(call: Call, cpu_backend: str, num_key_heads: int, num_value_heads: int) -> None:
+    """Field case 55: counts that do not group are refused, naming both."""
+    expected = (
+        "heads: expected at least one key head and a multiple of it as value heads, "
+        f"got num_key_heads={num_key_heads}, num_value_heads={num_value_heads}"
+    )
+    with_heads(call, num_key_heads, num_value_heads)
+    assert call.refusal(ShapeError, cpu_backend) == expected
+    assert call.shape_refusal(ShapeError) == expected
+    with pytest.raises(ShapeError) as caught:
+        HeadGeometry(num_key_heads, num_value_heads, 8, 8)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.usefixtures("_nothing_compiles")
+@pytest.mark.parametrize("conv_dim", [31, 33, 40, 24, 16, 1, 0])
+def test_channels_that_leave_no_whole_number_of_key_heads(call: Call, cpu_backend: str, conv_dim: int) -> None:
+    call["qkv_conv_output"] = np.zeros((3, conv_dim), np.float32)
+    message = call.refusal(ShapeError, cpu_backend)
+    if conv_dim % 16:
+        assert message == (
+            "qkv_conv_output: expected num_value_heads * value_head_dim + 2 * key_head_dim * num_key_heads channels "
+            "for a recurrent_state of (num_value_heads, key_head_dim, value_head_dim) = (2, 8, 8), "
+            f"got conv_dim={conv_dim}"
+        )
+    else:
+        assert message.startswith("heads: expected at least one key head")
+    assert call.shape_refusal(ShapeError) == message
+
+
+def test_everything_follows_from_four_numbers() -> None:
+    heads = HeadGeometry(num_key_heads=2, num_value_heads=6, key_head_dim=96, value_head_dim=192)
+    assert heads.group_size == 3
+    assert heads.key_dim == 192
+    assert heads.value_dim == 1152
+    assert heads.conv_dim == 2 * 192 + 1152
+    assert heads.head_state_elements == 96 * 192
+    assert heads.slot_state_elements == 6 * 96 * 192
+    assert HeadGeometry.from_shapes(1536, (7, 6, 96, 192)) == heads
+
+
+def test_published_models_have_heads_that_are_served() -> None:
+    for name, heads in models.MODELS.items():
+        assert models.model_geometry(name) is heads
+        assert (
+            HeadGeometry.from_shapes(
+                heads.conv_dim, (1, heads.num_value_heads, heads.key_head_dim, heads.value_head_dim)
+            )
+            == heads
+        )
+    with pytest.raises(GdnError, match=r"^model: expected one of qwen3-next-80b-a3b, .*, got 'gpt-2'$"):
+        models.model_geometry("gpt-2")
+
+
+# ---- Sizes ----
+
+
+@pytest.mark.usefixtures("_nothing_compiles")
+@pytest.mark.parametrize("dim", [0, 1, 4, 12, 72 + 4, 257, 264, 512])
+@pytest.mark.parametrize("which", ["key_head_dim", "value_head_dim"])
+def test_head_sizes_that_are_not_served(call: Call, cpu_backend: str, which: str, dim: int) -> None:
+    """Field cases 56-59, 63: sizes beyond the kernels are refused before compiling, with the limit."""
+    with_heads(call, 1, 2, **{which: dim})
+    message = call.refusal(ShapeError, cpu_backend)
+    if (which, dim) == ("key_head_dim", 0):
+        assert "(num_value_heads, key_head_dim, value_head_dim) = (2, 0, 8)" in message
+    else:
+        assert message == f"{which}: {LIMIT}, got {dim}"
+    assert call.shape_refusal(ShapeError) == message
+
+
+@pytest.mark.parametrize("value_head_dim", FIELD_HEAD_DIMS)
+@pytest.mark.parametrize("key_head_dim", FIELD_HEAD_DIMS)
+def test_every_pair_of_sizes_is_right_or_refused(key_head_dim: int, value_head_dim: int) -> None:
+    """Field cases 56-59, 63: every pair of sizes, on NumPy arrays."""
+    refused = [
+        f"{name}: {LIMIT}, got {dim}"
+        for name, dim in (("key_head_dim", key_head_dim), ("value_head_dim", value_head_dim))
+        if dim not in SERVED
+    ]
+    if refused:
+        with pytest.raises(ShapeError) as caught:
+            HeadGeometry(1, 1, key_head_dim, value_head_dim)
+        assert str(caught.value) == refused[0]
+    else:
+        assert_right(HeadGeometry(1, 1, key_head_dim, value_head_dim), "numpy")
+
+
+@pytest.mark.parametrize("place", range(len(SERVED)))
+def test_every_size_is_right_in_the_kernels(backend: str, place: int) -> None:
+    """Field cases 56-59, 63: each size once as a key's and once as a value's; test_compile.py has every pair."""
+    value_head_dim = SERVED[(place + 5) % len(SERVED)]
+    assert_right(HeadGeometry(1, 2, SERVED[place], value_head_dim), backend)
+
+
+def assert_right(heads: HeadGeometry, backend: str) -> None:
+    """The sweep passes on a small ragged batch of these heads."""
+    case = RecurrenceCase("heads", heads, (3, 0, 1), state_dtype="float32", trailing_rows=1)
+    (result,) = run_sweep([case], [backend])
+    assert result.error is None
+    assert [failure for check in result.checks for failure in check.failures] == []
+    assert result.passed

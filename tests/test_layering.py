@@ -1,0 +1,217 @@
+"""Which file may import which, and what an import pulls in."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import gdn
+
+ROOT = Path(gdn.__file__).parents[1]
+
+# What a module may import of the library, from the bottom up; patterns as in a shell.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "gdn.errors": (),
+    "gdn.oracle": (),
+    "gdn.geometry": ("gdn.errors",),
+    "gdn.models": ("gdn.errors", "gdn.geometry"),
+    "gdn.arrays": ("gdn.errors",),
+    "gdn.check": ("gdn.errors", "gdn.arrays"),
+    "gdn.recurrence": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry"),
+    "gdn.ring": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.recurrence"),
+    "gdn.indices": ("gdn.errors", "gdn.arrays", "gdn.recurrence", "gdn.ring"),
+    "gdn.backends.cache": (),
+    "gdn.backends.row_tile": (),
+    "gdn.backends.launch": ("gdn.errors",),
+    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),
+    "gdn.backends.numpy": ("gdn.arrays", "gdn.indices", "gdn.recurrence", "gdn.ring"),
+    "gdn.backends.recurrence": (
+        *("gdn.errors", "gdn.arrays", "gdn.recurrence"),
+        *("gdn.backends.launch", "gdn.backends.row_tile"),
+    ),
+    "gdn.backends.gated_delta_*": (
+        *("gdn.errors", "gdn.arrays", "gdn.recurrence", "gdn.ring"),
+        *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence"),
+    ),
+    "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
+    "gdn": ("gdn.errors", "gdn.backends"),
+    "gdn.ops": (
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.recurrence", "gdn.ring"),
+        *("gdn.backends", "gdn.backends.*"),
+    ),
+    "gdn.testing.compare": ("gdn.errors",),
+    "gdn.testing.buffers": (),
+    "gdn.testing.cases": ("gdn.arrays", "gdn.geometry", "gdn.indices", "gdn.testing.buffers"),
+    "gdn.testing.execute": ("gdn", "gdn.ops", "gdn.arrays", "gdn.testing.[bc]*"),
+    "gdn.testing.checks": (
+        *("gdn.oracle", "gdn.indices", "gdn.backends.row_tile"),
+        *("gdn.testing.[bc]*", "gdn.testing.execute"),
+    ),
+    "gdn.testing.ring_cases": ("gdn.arrays", "gdn.geometry", "gdn.indices", "gdn.testing.[bc]*"),
+    "gdn.testing.ring_device": ("gdn.ops", "gdn.testing.[bc]*", "gdn.testing.execute"),
+    "gdn.testing.ring_walk": ("gdn.testing.[bc]*", "gdn.testing.ring_cases", "gdn.testing.ring_device"),
+    "gdn.testing.ring_checks": (
+        *("gdn.oracle", "gdn.indices", "gdn.backends.row_tile", "gdn.testing.[bc]*"),
+        *("gdn.testing.ring_cases", "gdn.testing.ring_device", "gdn.testing.ring_walk"),
+    ),
+    "gdn.testing.catalogue": ("gdn.testing.cases", "gdn.testing.ring_cases"),
+    "gdn.testing.sweep": ("gdn.testing.[bc]*", "gdn.testing.ring_c*"),
+    "gdn.testing": ("gdn.testing.compare",),
+    "gdn.cli": (),
+    "gdn.cli.*": ("*",),
+    "gdn.__main__": ("gdn.cli.main",),
+}
+
+# Where other packages may be imported.
+OUTSIDE: dict[str, tuple[str, ...]] = {
+    "numpy": ("gdn.arrays", "gdn.check", "gdn.indices", "gdn.oracle", "gdn.backends.numpy", "gdn.testing.*"),
+    "ml_dtypes": ("gdn.arrays",),
+    "cupy": (
+        *("gdn.arrays", "gdn.backends.cuda", "gdn.cli.info"),
+        *("gdn.testing.buffers", "gdn.testing.ring_device"),
+    ),
+    "ctypes": ("gdn.backends.host",),
+    "subprocess": ("gdn.backends.host",),
+    "click": ("gdn.cli.*",),
+    "rich": ("gdn.cli.*",),
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the library by name."""
+    files = {
+        **{path: path.relative_to(ROOT) for path in (ROOT / "gdn").rglob("*.py")},
+        **{path: Path("gdn", path.relative_to(ROOT)) for path in (ROOT / "cli").glob("*.py")},
+    }
+    return {".".join(place.with_suffix("").parts).removesuffix(".__init__"): path for path, place in files.items()}
+
+
+def imports(path: Path, *, top_only: bool = False) -> set[str]:
+    """Names of the modules that a file imports, `from package import module` resolved."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: set[str] = set()
+    for node in tree.body if top_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found = inner & modules().keys()
+            names |= found
+            if len(found) < len(inner):
+                names.add(str(node.module))
+    return names
+
+
+def line_of(module: str, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The line of the table for a module: its own, or that of the pattern it matches."""
+    lines = [table[module]] if module in table else [table[name] for name in table if fnmatchcase(module, name)]
+    assert len(lines) == 1, f"{module} needs a line in the table"
+    return lines[0]
+
+
+def test_every_module_is_found() -> None:
+    assert {"gdn", "gdn.ops", "gdn.backends", "gdn.backends.host", "gdn.cli.main"} <= modules().keys()
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_are_those_of_the_table(module: str) -> None:
+    allowed = line_of(module, ALLOWED)
+    of_the_library = {name for name in imports(modules()[module]) if name.partition(".")[0] == "gdn"}
+    refused = {name for name in of_the_library if not any(fnmatchcase(name, pattern) for pattern in allowed)}
+    assert refused == set()
+
+
+def test_no_import_leads_back() -> None:
+    flow = {module: imports(path) & modules().keys() for module, path in modules().items()}
+    order = list(TopologicalSorter(flow).static_order())
+    assert order.index("gdn.errors") < order.index("gdn.check") < order.index("gdn.ops") < order.index("gdn.cli.verify")
+
+
+def test_nothing_below_the_command_line_knows_it() -> None:
+    for module, path in modules().items():
+        if not module.startswith("gdn.cli") and module != "gdn.__main__":
+            assert not any(name.startswith("gdn.cli") for name in imports(path)), module
+
+
+@pytest.mark.parametrize("package", OUTSIDE)
+def test_other_packages_stay_in_their_rooms(package: str) -> None:
+    importers = {m for m, path in modules().items() if package in {name.partition(".")[0] for name in imports(path)}}
+    assert importers != set()
+    assert {m for m in importers if not any(fnmatchcase(m, pattern) for pattern in OUTSIDE[package])} == set()
+
+
+def test_everything_else_is_of_the_standard_library() -> None:
+    for module, path in modules().items():
+        roots = {name.partition(".")[0] for name in imports(path)}
+        assert roots - sys.stdlib_module_names - OUTSIDE.keys() - {"gdn", "__future__"} == set(), module
+
+
+def test_cupy_is_never_imported_at_the_top() -> None:
+    for module, path in modules().items():
+        assert not any(name.partition(".")[0] == "cupy" for name in imports(path, top_only=True)), module
+
+
+def test_one_file_knows_raw_modules() -> None:
+    knowing = {module for module, path in modules().items() if "RawModule(" in path.read_text(encoding="utf-8")}
+    assert knowing == {"gdn.backends.cuda"}
+
+
+def test_the_oracle_imports_numpy_alone_and_errors_nothing() -> None:
+    assert imports(modules()["gdn.errors"]) == {"__future__"}
+    outside = imports(modules()["gdn.oracle"]) - {"__future__", "collections.abc", "typing"}
+    assert outside == {"numpy", "numpy.typing"}
+
+
+# ---- What an import pulls in ----
+
+
+def run_python(script: str, folder: Path) -> str:
+    """Output of a fresh Python that finds this `gdn`, with warnings as errors."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", script]
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+CALL = """
+import numpy as np
+import gdn.ops
+pool = np.ones((2, 1, 8, 8), np.float32)
+gates = np.ones((3, 1), np.float32)
+out = gdn.ops.gated_delta_recurrence_fwd(
+    np.ones((3, 24), np.float32), gates, gates, pool, np.array([1], np.int32), np.array([0, 3], np.int32))
+print(out.shape, pool[0, 0, 0, 0])
+"""
+
+
+def test_importing_the_package_loads_no_array_library(tmp_path: Path) -> None:
+    script = (
+        "import sys, gdn; print([name for name in ('numpy', 'cupy', 'ctypes', 'subprocess') if name in sys.modules])"
+    )
+    assert run_python(script, tmp_path) == "[]\n"
+
+
+def test_ops_load_no_cupy_and_run_on_numpy(tmp_path: Path) -> None:
+    """Field case 86."""
+    script = f"import sys\n{CALL}\nprint([name for name in sys.modules if name.partition('.')[0] == 'cupy'])"
+    assert run_python(script, tmp_path) == "(3, 8) 1.0\n[]\n"
+
+
+def test_numpy_calls_run_where_cupy_is_missing(tmp_path: Path) -> None:
+    """Field case 86."""
+    script = f"import sys\nsys.modules['cupy'] = None\n{CALL}\nprint(gdn.unavailable_backends()['cuda'])"
+    output = run_python(script, tmp_path)
+    assert output.startswith("(3, 8) 1.0\nCuPy cannot be imported (")
+    assert output.count("\n") == 2

@@ -140,12 +140,12 @@ def _named_cases() -> tuple[RingCase, ...]:
     small = (2, 4, 32, 32)
     few = {"lengths": (4, 3, 5, 0, 4), "num_accepted": (2, 3, 5, 0, 0)}
     return (
-        *(_case(f"ring_of_{ring_len}", small, ring_len) for ring_len in (1, 2, 4, 5, 8, 16)),
+        *(_case(f"ring_of_{ring_len}", small, ring_len) for ring_len in (1, 4, 5, 16)),
         _case("ring_of_64", (1, 2, 32, 32), 64, lengths=(64, 65, 33), num_accepted=(64, 65, 7)),
-        _case("ring_bfloat16_pool", small, 4, work_dtype="bfloat16", state_dtype="bfloat16", thread_maps=3),
+        _case("ring_bfloat16_pool", small, 4, work_dtype="bfloat16", state_dtype="bfloat16"),
         _case("ring_float16_pool", small, 4, work_dtype="float16", state_dtype="float16"),
         _case("ring_float32_pool_bfloat16_work", small, 4, work_dtype="bfloat16"),
-        _case("ring_group_of_1", (2, 2, 64, 64), 4, thread_maps=3, **few),
+        _case("ring_group_of_1", (2, 2, 32, 32), 4, thread_maps=2, **few),
         _case("ring_group_of_3", (1, 3, 32, 32), 4, **few),
         _case("ring_group_of_8", (1, 8, 32, 32), 4, **few),
         _case("ring_128_128", (1, 2, 128, 128), 4, **few),
@@ -163,10 +163,10 @@ def _named_cases() -> tuple[RingCase, ...]:
             ring_padding=(2, 3),
             index_dtype="int32",
         ),
-        _case("ring_48_layers", (1, 2, 16, 16), 4, num_layers=48, **few),
+        _case("ring_48_layers", (1, 2, 32, 32), 4, num_layers=48, **few),
         _case("ring_in_bfloat16", small, 4, ring_dtype="bfloat16"),
         _case("ring_in_float16", small, 4, ring_dtype="float16"),
-        _case("ring_walk", small, 4, walk_steps=40, **few),
+        _case("ring_walk", small, 4, walk_steps=30, **few),
         _case("ring_walk_bfloat16_pool", small, 4, walk_steps=60, state_dtype="bfloat16", **few),
     )
 

@@ -31,7 +31,9 @@ class _Step:
 
 
 def walk(case: RingCase, backend: str) -> Iterator[Comparison]:
-    """Walk `case.walk_steps` steps and compare readouts and pool with plain forward calls."""
+    """Walk `case.walk_steps` steps and compare readouts and pool with plain forward calls; none without steps."""
+    if not case.walk_steps:
+        return
     steps = _draw_steps(case)
     advance = sum((step.accepted for step in steps), np.zeros(_NUM_ROWS, np.int64))
     tokens = build_arrays(_token_streams(case, advance + case.ring_len))

@@ -23,11 +23,9 @@ from gdn.errors import (  # noqa: E402 - needs the path above
     LayoutError,
     ShapeError,
 )
+from gdn.geometry import PAD_SLOT  # noqa: E402 - needs the path above
 
 __version__ = "0.1.0"
-
-#: The slot that marks a padding row, on every path and backend. As int32 it is -1.
-PAD_SLOT = 0xFFFFFFFF
 
 __all__ = [
     "PAD_SLOT",

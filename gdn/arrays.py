@@ -102,8 +102,7 @@ def _whole_elements(name: str, byte_strides: tuple[int, ...], itemsize: int) -> 
 
 def _adopt(name: str, value: Any) -> Any:
     """A NumPy or CuPy array over the memory of `value`."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise DTypeError(rejection(name, "an array without a mask, which no op would honour", _type_name(value)))
+    _refuse_mask(name, value)
     if isinstance(value, np.ndarray):
         return np.asarray(value)
     cupy = sys.modules.get("cupy")
@@ -128,6 +127,11 @@ def _adopt(name: str, value: Any) -> Any:
     raise DTypeError(rejection(name, "a NumPy or CuPy array, or a GPU array by DLPack", _type_name(value)))
 
 
+def _refuse_mask(name: str, value: Any) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise DTypeError(rejection(name, "an array without a mask, which no op would honour", _type_name(value)))
+
+
 def _cupy(name: str) -> Any:
     try:
         import cupy
@@ -144,6 +148,7 @@ def _type_name(value: Any) -> str:
 
 def describe(name: str, value: Any) -> Argument:
     """Describe anything that has `.shape` and `.dtype`, without touching its memory or its place."""
+    _refuse_mask(name, value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         raise DTypeError(rejection(name, "something with a shape and a dtype", _type_name(value)))

@@ -10,6 +10,16 @@ HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
 
 
+#: The slot or ring row that marks a padding row, on every path and backend. As int32 it is -1.
+PAD_SLOT = 0xFFFFFFFF
+
+
+def _require_head_dim(argument: str, axis: str, dim: int) -> None:
+    if dim % HEAD_DIM_MULTIPLE or not HEAD_DIM_MULTIPLE <= dim <= MAX_HEAD_DIM:
+        limit = f"a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
+        raise ShapeError(rejection(argument, axis + limit, dim))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadGeometry:
     """The heads of a Gated DeltaNet layer (or of one tensor-parallel shard of it).
@@ -23,35 +33,34 @@ class HeadGeometry:
     value_head_dim: int
 
     def __post_init__(self) -> None:
-        heads = f"num_key_heads={self.num_key_heads}, num_value_heads={self.num_value_heads}"
-        if self.num_key_heads < 1 or self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
-            raise ShapeError(rejection("heads", "at least one key head and a multiple of it as value heads", heads))
         for name in ("key_head_dim", "value_head_dim"):
-            dim = getattr(self, name)
-            if dim % HEAD_DIM_MULTIPLE or not HEAD_DIM_MULTIPLE <= dim <= MAX_HEAD_DIM:
-                expected = f"a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
-                raise ShapeError(rejection(name, expected, dim))
+            _require_head_dim(name, "", getattr(self, name))
+        if self.num_key_heads < 1 or self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
+            heads = f"num_key_heads={self.num_key_heads}, num_value_heads={self.num_value_heads}"
+            raise ShapeError(rejection("num_value_heads", "a multiple of at least one key head", heads))
 
     @classmethod
     def from_shapes(cls, conv_dim: int, state_shape: tuple[int, ...]) -> HeadGeometry:
         """Derive the counts from ``qkv_conv_output.shape[1]`` and ``recurrent_state.shape``.
 
         conv_dim = 2 · num_key_heads · key_head_dim + num_value_heads · value_head_dim, so the number of
-        key heads is what the other three leave. Raises ShapeError when it is not whole.
+        key heads is what the other three leave. Raises ShapeError when it is not whole, or when no kernel serves
+        the heads.
         """
         _, num_value_heads, key_head_dim, value_head_dim = state_shape
-        query_and_key_channels = conv_dim - num_value_heads * value_head_dim
-        if key_head_dim < 1 or query_and_key_channels % (2 * key_head_dim):
-            raise ShapeError(
-                rejection(
-                    "qkv_conv_output",
-                    f"num_value_heads * value_head_dim + 2 * key_head_dim * num_key_heads channels for a "
-                    f"recurrent_state of (num_value_heads, key_head_dim, value_head_dim) = "
-                    f"({num_value_heads}, {key_head_dim}, {value_head_dim})",
-                    f"conv_dim={conv_dim}",
-                )
+        _require_head_dim("recurrent_state", "key_head_dim as its third axis, ", key_head_dim)
+        _require_head_dim("recurrent_state", "value_head_dim as its last axis, ", value_head_dim)
+        num_key_heads, remainder = divmod(conv_dim - num_value_heads * value_head_dim, 2 * key_head_dim)
+        if remainder or num_key_heads < 0:
+            expected = (
+                f"conv_dim = 2 * num_key_heads * key_head_dim + num_value_heads * value_head_dim = "
+                f"num_key_heads * {2 * key_head_dim} + {num_value_heads * value_head_dim} channels"
             )
-        num_key_heads = query_and_key_channels // (2 * key_head_dim)
+            raise ShapeError(rejection("qkv_conv_output", expected, conv_dim))
+        if num_key_heads < 1 or num_value_heads < 1 or num_value_heads % num_key_heads:
+            heads = f"num_key_heads={num_key_heads}, num_value_heads={num_value_heads}"
+            expected = "value heads in a multiple of at least one key head"
+            raise ShapeError(rejection("qkv_conv_output and recurrent_state", expected, heads))
         return cls(num_key_heads, num_value_heads, key_head_dim, value_head_dim)
 
     @property

@@ -8,10 +8,9 @@ import numpy as np
 
 from gdn.arrays import Argument, to_numpy
 from gdn.errors import IndexValueError, rejection
+from gdn.geometry import PAD_SLOT
 from gdn.recurrence import RecurrenceInputs
 from gdn.ring import FoldInputs, VerifyInputs, ring_len
-
-PAD_SLOT = 0xFFFFFFFF
 
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -30,14 +29,14 @@ def check_recurrence_indices(inputs: RecurrenceInputs) -> None:
     """Slots and offsets of a recurrence call; raises IndexValueError with the first offending position."""
     offsets = offset_values(inputs.input_row_offsets)
     _check_offsets(inputs.input_row_offsets.name, offsets, inputs.total_seq_len)
-    _check_table(inputs.slot_idx, "slot", inputs.max_slots, np.diff(offsets) > 0)
+    _check_table(inputs.slot_idx, "slot", "max_slots", inputs.max_slots, np.diff(offsets) > 0)
 
 
 def check_verify_indices(inputs: VerifyInputs) -> None:
     """Those of the recurrence, and ring rows; raises IndexValueError with the first offending position."""
     check_recurrence_indices(inputs.recurrence)
     has_tokens = np.diff(offset_values(inputs.recurrence.input_row_offsets)) > 0
-    _check_table(inputs.ring_slot_idx, "ring row", inputs.ring.shape[0], has_tokens)
+    _check_table(inputs.ring_slot_idx, "ring row", "ring_rows", inputs.ring.shape[0], has_tokens)
 
 
 def check_fold_indices(inputs: FoldInputs) -> None:
@@ -47,8 +46,8 @@ def check_fold_indices(inputs: FoldInputs) -> None:
     """
     counts = slot_values(inputs.num_accepted)
     is_folded = np.broadcast_to((counts > 0) & (counts <= ring_len(inputs.ring)), inputs.row_ids.shape)
-    _check_table(inputs.row_ids, "slot", inputs.recurrent_state.shape[0], is_folded)
-    _check_table(inputs.ring_row_ids, "ring row", inputs.ring.shape[0], is_folded)
+    _check_table(inputs.row_ids, "slot", "max_slots", inputs.recurrent_state.shape[0], is_folded)
+    _check_table(inputs.ring_row_ids, "ring row", "ring_rows", inputs.ring.shape[0], is_folded)
 
 
 def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:
@@ -66,7 +65,7 @@ def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:
         )
 
 
-def _check_table(table: Argument, entry: str, count: int, is_live: np.ndarray[Any, Any]) -> None:
+def _check_table(table: Argument, entry: str, count_name: str, count: int, is_live: np.ndarray[Any, Any]) -> None:
     """Entries name one of `count` slots or ring rows, or are PAD_SLOT, and no two live ones name the same.
 
     A row that is not live (an empty sequence, say) reads and writes nothing, so it may name what another uses.
@@ -76,14 +75,16 @@ def _check_table(table: Argument, entry: str, count: int, is_live: np.ndarray[An
     outside = np.argwhere(used & (values >= count))
     if outside.size:
         at = tuple(outside[0])
-        raise IndexValueError(rejection(_place(table, at), f"a {entry} below {count}, or PAD_SLOT", values[at]))
+        raise IndexValueError(
+            rejection(_place(table, at), f"a {entry} below {count_name} = {count}, or PAD_SLOT", values[at])
+        )
     live = np.flatnonzero(used & is_live)
     order = live[np.argsort(values.flat[live], kind="stable")]
     repeated = np.flatnonzero(np.diff(values.flat[order]) == 0)
     if repeated.size:
         first, second = (np.unravel_index(order[repeated[0] + step], values.shape) for step in (0, 1))
         got = f"{values[second]}, as {_place(table, first)}"
-        raise IndexValueError(rejection(_place(table, second), f"a {entry} that no other live row uses", got))
+        raise IndexValueError(rejection(_place(table, second), f"a {entry} that no other live sequence uses", got))
 
 
 def _place(table: Argument, position: tuple[np.intp, ...]) -> str:

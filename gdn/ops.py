@@ -1,8 +1,9 @@
 """The public functions. Contract of arrays, index values and exactness: see the docstrings and README.
 
 Arrays of one call live in one place. On a GPU (CuPy, or anything that shares its memory by DLPack or
-`__cuda_array_interface__`) a call enqueues a kernel on CuPy's current stream and returns without waiting. NumPy
-arrays are computed at once, by the backend that `gdn.use_backend` names.
+`__cuda_array_interface__`) a call enqueues a kernel on CuPy's current stream and returns without waiting: keep arrays
+of other frameworks alive, and their stream CuPy's current one, until the kernel has run. NumPy arrays are computed at
+once, by the backend that `gdn.use_backend` names.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def gated_delta_recurrence_fwd(
 
     (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equation 10, with normalised keys and
     queries as in Qwen3-Next.) Value head ``h`` reads key head ``h // group_size``. Arithmetic is float32 whatever
-    the storage types; the state is rounded to the pool's type once, at the end of the call.
+    the storage types; the state is rounded to the pool's type once, at the end of the call. Sums run over the raw key
+    and query and are scaled afterwards: they must stay below the largest float32, 3.4e38.
 
     Args:
         qkv_conv_output: [total_seq_len, conv_dim], float32, float16 or bfloat16 (the work type), any strides. A
@@ -94,8 +96,7 @@ def gated_delta_recurrence_fwd(
     )
     place = require_writable_pool(inputs)
     readout = None if out is None else _readout_argument(out, inputs)
-    if place == arrays.CPU:
-        check_recurrence_indices(inputs)
+    _check_values_or_device(place, lambda: check_recurrence_indices(inputs))
     tile = recurrence.row_tile(inputs)
     num_blocks = recurrence.num_blocks(inputs, tile)
     readout = readout or _new_readout(inputs, place)
@@ -122,7 +123,8 @@ def gated_delta_recurrence_fwd_shape(
     data, ``jax.ShapeDtypeStruct``, a PyTorch meta tensor); needs no device and reads no data.
 
     Raises:
-        ShapeError, DTypeError, LayoutError: where the op would refuse these shapes, types or strides.
+        ShapeError, DTypeError, LayoutError: where the op would refuse these shapes, types or strides. Where arrays
+            live, overlap and may be written is for the op to see.
     """
     inputs = recurrence_inputs(
         arrays.describe,
@@ -200,8 +202,7 @@ def gated_delta_recurrence_verify_ring(
     )
     place = require_writable_ring(inputs)
     readout = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
-    if place == arrays.CPU:
-        check_verify_indices(inputs)
+    _check_values_or_device(place, lambda: check_verify_indices(inputs))
     tile = recurrence.row_tile(inputs.recurrence)
     num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
     readout = readout or _new_readout(inputs.recurrence, place)
@@ -238,8 +239,7 @@ def gated_delta_state_fold(recurrent_state: Any, row_ids: Any, ring: Any, ring_r
     """
     inputs = fold_inputs(arrays.take, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
     place = require_writable_fold(inputs)
-    if place == arrays.CPU:
-        check_fold_indices(inputs)
+    _check_values_or_device(place, lambda: check_fold_indices(inputs))
     tile = fold_kernel.row_tile(inputs)
     if fold_kernel.num_blocks(inputs, tile):
         _run(
@@ -259,6 +259,14 @@ def _readout_argument(out: Any, inputs: RecurrenceInputs, *others: Argument) -> 
 
 def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
     return arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
+
+
+def _check_values_or_device(place: str, check_values: Callable[[], None]) -> None:
+    """On the CPU index values are at hand and are checked; on a GPU the device must be one that kernels serve."""
+    if place == arrays.CPU:
+        check_values()
+    else:
+        cuda.require_device(cuda.device_index(place))
 
 
 def _run(place: str, numpy_form: Callable[[], None], launch: Callable[[], Launch]) -> None:
@@ -283,9 +291,10 @@ def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -
         *arguments, **keywords: what the op would be called with. Nothing is written.
 
     Raises:
-        IndexValueError: a slot outside the pool, a slot that two live sequences share (an empty or padding row is
-            not live), an offset below 0, below its predecessor or past total_seq_len.
-        GdnError: what the op itself would refuse.
+        IndexValueError: a slot or ring row outside its pool, or shared by two live rows (a padding row is not live,
+            nor one with nothing to do); an offset below 0, below its predecessor or past total_seq_len.
+        GdnError: what the op itself would refuse, and an op that takes no index arrays.
+        TypeError: arguments are missing or unknown, as for any call.
     """
     check = _INDEX_CHECKS.get(op)
     if check is None:

@@ -122,7 +122,11 @@ def fold_inputs(take: Take, *arrays: Any) -> FoldInputs:
     require_float(state)
     require_dense_after(state, 1)
     require_ndim(ring, "[ring_rows, num_key_heads, RING_LEN, record_stride]")
-    geometry = HeadGeometry(ring.shape[1], *state.shape[1:])
+    if ring.shape[1] < 1 or state.shape[1] % ring.shape[1]:
+        expected = f"num_key_heads as its second axis, dividing the {state.shape[1]} value heads of recurrent_state"
+        raise ShapeError(rejection("ring", expected, ring.shape[1]))
+    query_key_value_channels = 2 * ring.shape[1] * state.shape[2] + state.shape[1] * state.shape[3]
+    geometry = HeadGeometry.from_shapes(query_key_value_channels, state.shape)
     require_ring(ring, geometry)
     require_ndim(row_ids, "[num_layers, batch_size]")
     require_shape(ring_row_ids, "[num_layers, batch_size]", row_ids.shape)

@@ -11,7 +11,8 @@
 //   out[v]       = (decay * readout[v] + (query.key) * delta[v]) / (|query| sqrt(KEY_HEAD_DIM))
 //
 // This is the definition (decay, memory, delta, update, readout of the new state) with both sums moved to
-// the old state, so that a token needs one reduction instead of two that wait for each other.
+// the old state, so that a token needs one reduction instead of two that wait for each other. A decay of 0 erases
+// the state before the sums, so there they count as 0 even if a huge state made them overflow.
 //
 // THE REDUCTION TREE. Bits depend on the order of a sum, so one order serves every sum over the key head
 // dimension and it is a function of KEY_HEAD_DIM alone: NUM_CHAINS chains of CHAIN_LENGTH neighbouring
@@ -52,7 +53,8 @@ __device__ __forceinline__ TokenScalars token_scalars(
 }
 
 __device__ __forceinline__ float delta_factor(const TokenScalars& scalars, float memory, float value) {
-    return __fmul_rn(scalars.beta_over_key_norm, fmaf(-scalars.decay_over_key_norm, memory, value));
+    const float error = scalars.decay == 0.0f ? value : fmaf(-scalars.decay_over_key_norm, memory, value);
+    return __fmul_rn(scalars.beta_over_key_norm, error);
 }
 
 // The state update of a token, and of a record that a token left: raw key, delta factor, decay.
@@ -61,7 +63,8 @@ __device__ __forceinline__ float updated_element(float element, float key, float
 }
 
 __device__ __forceinline__ float token_readout(const TokenScalars& scalars, float readout, float delta) {
-    const float unscaled = fmaf(scalars.query_dot_key, delta, __fmul_rn(scalars.decay, readout));
+    const float old_part = scalars.decay == 0.0f ? 0.0f : __fmul_rn(scalars.decay, readout);
+    const float unscaled = fmaf(scalars.query_dot_key, delta, old_part);
     return __fmul_rn(unscaled, scalars.readout_scale);
 }
 

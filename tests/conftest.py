@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -12,6 +13,7 @@ import pytest
 import gdn
 from gdn import ops
 from gdn.arrays import DTYPES
+from gdn.backends import host, launch
 from gdn.geometry import HeadGeometry
 from gdn.testing.execute import on_backend
 
@@ -26,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="compile every kernel variant for every architecture (hours of one core)",
+        help="compile every kernel variant for every architecture (a quarter of an hour of two cores)",
     )
 
 
@@ -65,6 +67,8 @@ def kernels(request: pytest.FixtureRequest) -> str:
 class Call:
     """The six arguments of a recurrence call and `out`, by name; NumPy arrays of random values."""
 
+    op: Callable[..., Any] = staticmethod(ops.gated_delta_recurrence_fwd)
+
     def __init__(
         self,
         heads: tuple[int, int, int, int] = (1, 2, 8, 8),
@@ -100,10 +104,15 @@ class Call:
         """The positional arguments."""
         return tuple(value for name, value in self.arguments.items() if name != "out")
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {name: value for name, value in self.arguments.items() if name == "out"}
+
     def run(self, backend: str = "numpy") -> Any:
         """The call itself."""
         with on_backend(backend):
-            return ops.gated_delta_recurrence_fwd(*self.six, out=self["out"])
+            return self.op(*self.six, **self.keywords)
 
     def shape(self) -> tuple[int, int]:
         """What the shape function says of the call."""
@@ -111,7 +120,7 @@ class Call:
 
     def check_indices(self) -> None:
         """What the index check says of the call."""
-        ops.check_indices(ops.gated_delta_recurrence_fwd, *self.six, out=self["out"])
+        ops.check_indices(self.op, *self.six, **self.keywords)
 
     def refusal(self, error_class: type[Exception], backend: str = "numpy") -> str:
         """The message with which op and `check_indices` both refuse the call, changing not one byte."""
@@ -139,6 +148,47 @@ class Call:
         return [_whole_memory(array).tobytes() for array in arrays]
 
 
+class VerifyCall(Call):
+    """A call of the verify, the ring filled with 7."""
+
+    op = staticmethod(ops.gated_delta_recurrence_verify_ring)
+
+    def __init__(
+        self,
+        heads: tuple[int, int, int, int] = (1, 2, 8, 8),
+        lengths: tuple[int, ...] = (2, 1),
+        *,
+        ring_len: int = 4,
+        ring_rows: int = 3,
+        ring_dtype: str = "float32",
+        record_padding: int = 2,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(heads, lengths, **keywords)
+        record_stride = self.heads.record_elements + record_padding
+        ring_shape = (ring_rows, self.heads.num_key_heads, ring_len, record_stride)
+        self.arguments["ring"] = np.full(ring_shape, 7, DTYPES[ring_dtype])
+        self.arguments["ring_slot_idx"] = np.arange(len(lengths), dtype=np.uint32)
+
+
+class FoldCall(Call):
+    """A call of the fold over a ring of random values: 2 layers of 2 rows, 5 slots of 2 heads of 8 x 8."""
+
+    op = staticmethod(ops.gated_delta_state_fold)
+
+    def __init__(self, *, state_dtype: str = "float32", ring_dtype: str = "float32") -> None:
+        self.heads = HeadGeometry(1, 2, 8, 8)
+        random = np.random.default_rng(0)
+        record_stride = self.heads.record_elements + 2
+        self.arguments = {
+            "recurrent_state": random.standard_normal((5, 2, 8, 8)).astype(DTYPES[state_dtype]),
+            "row_ids": np.array([[0, 1], [3, 2]], np.uint32),
+            "ring": random.standard_normal((4, 1, 4, record_stride)).astype(DTYPES[ring_dtype]),
+            "ring_row_ids": np.array([[2, 0], [1, 3]], np.uint32),
+            "num_accepted": np.array([3, 1], np.uint32),
+        }
+
+
 def _whole_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     while isinstance(array.base, np.ndarray):
         array = array.base
@@ -155,3 +205,36 @@ def new_call() -> type[Call]:
 def call() -> Call:
     """A small valid call: one key head, two value heads of 8 x 8, two sequences of 2 tokens and 1, 4 slots."""
     return Call()
+
+
+@pytest.fixture
+def new_verify() -> type[VerifyCall]:
+    """Makes verify calls: `new_verify(heads, lengths, ...)`."""
+    return VerifyCall
+
+
+@pytest.fixture
+def new_fold() -> type[FoldCall]:
+    """Makes fold calls."""
+    return FoldCall
+
+
+@pytest.fixture
+def edit(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """Edits a file of `kernels/` as the backends read it: `edit(file_name, (old, new), ...)`."""
+    _skip_where_missing("host")
+    original = launch.kernel_text
+
+    def edit(file_name: str, *changes: tuple[str, str]) -> None:
+        text = original(file_name)
+        for old, new in changes:
+            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file_name}"
+            text = text.replace(old, new)
+        monkeypatch.setattr(launch, "kernel_text", lambda name: text if name == file_name else original(name))
+        launch.source.cache_clear()
+
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "broken-kernels"))
+    monkeypatch.setattr(host, "_libraries", {})
+    yield edit
+    monkeypatch.undo()
+    launch.source.cache_clear()

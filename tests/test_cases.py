@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from gdn import ops
-from gdn.geometry import HeadGeometry
-from gdn.indices import PAD_SLOT
+from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.testing.buffers import LAYOUTS, lay_out
 from gdn.testing.cases import INPUTS, RECURRENCE_CASES, RecurrenceCase, build_arrays, random_recurrence_case
 from gdn.testing.checks import CHECKS, checks_of
@@ -38,9 +37,11 @@ def test_every_part_of_a_case_reaches_the_arrays() -> None:
     assert arrays.qkv_conv_output.shape == (9, 32)
     assert np.isnan(arrays.qkv_conv_output[[0, 1, 8]]).all()
     assert np.isfinite(arrays.qkv_conv_output[2:8]).all()
-    live = arrays.slot_idx[[0, 3]]
-    assert np.isfinite(arrays.recurrent_state[live]).all()
-    assert np.isnan(np.delete(arrays.recurrent_state, live, axis=0)).all()
+    named = arrays.slot_idx[[0, 1, 3]]
+    assert np.isfinite(arrays.recurrent_state[named]).all()
+    spare = np.delete(arrays.recurrent_state, named, axis=0)
+    assert np.isnan(spare[::2]).all()
+    assert np.isfinite(spare[1::2]).all()
     other_seed = build_arrays(replace(PLAIN, seed=1))
     assert (other_seed.qkv_conv_output[2:8] != arrays.qkv_conv_output[2:8]).all()
 

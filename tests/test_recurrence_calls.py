@@ -11,8 +11,9 @@ import pytest
 from gdn import arrays as gdn_arrays
 from gdn import ops, oracle
 from gdn.geometry import HeadGeometry
-from gdn.testing import assert_passed, bitwise, close, storage_tolerance
+from gdn.testing import FLOAT32_TOLERANCE, assert_passed, bitwise, close, storage_tolerance
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase, build_arrays
+from gdn.testing.checks import reference_of
 from gdn.testing.execute import Layouts, execute, on_backend
 
 if TYPE_CHECKING:
@@ -221,3 +222,34 @@ def test_one_bit_pattern_in_many_runs(backend: str) -> None:
     for _ in range(runs - 1):
         again = run_without_out(backend, arrays)
         assert_passed(*(bitwise(*pair) for pair in zip(again, first, strict=True)))
+
+
+def test_a_decay_of_zero_erases_a_state_however_large(backend: str) -> None:
+    """Field cases 39, 40, 42: sums over such a state overflow, and must not come back as 0 x infinity."""
+    case = RecurrenceCase("huge", HeadGeometry(1, 2, 128, 64), (3,), inputs="no_decay")
+    arrays = build_arrays(case)
+    arrays.decay_per_token[0] = 0
+    arrays.qkv_conv_output[0] = np.abs(arrays.qkv_conv_output[0])
+    arrays.recurrent_state[...] = 1e38
+    readout, pool = reference_of(arrays)
+    outcome = execute(backend, arrays, "float32")
+    slot = arrays.slot_idx[0]
+    assert_passed(
+        close(outcome.out, readout, FLOAT32_TOLERANCE, "readout"),
+        close(outcome.recurrent_state[slot], pool[slot], FLOAT32_TOLERANCE, "state"),
+    )
+
+
+def test_decay_comes_before_the_error(backend: str) -> None:
+    """Field case 50: S = 1, k = q = e0, v = 0, decay 1/2, beta 1 leave 0 where decay after the error leaves -1/2."""
+    case = RecurrenceCase("first", HeadGeometry(1, 1, 8, 8), (1,))
+    arrays = build_arrays(case)
+    arrays.qkv_conv_output[0] = [1, *[0] * 7, 1, *[0] * 15]
+    arrays.decay_per_token[0], arrays.beta_per_token[0] = 0.5, 1
+    slot = arrays.slot_idx[0]
+    arrays.recurrent_state[slot] = 1
+    outcome = execute(backend, arrays, "float32")
+    # The epsilon leaves 5e-7 of the state, and float32 rounding of 1 its own 6e-8.
+    np.testing.assert_allclose(outcome.recurrent_state[slot, 0, 0], 0, atol=1e-6)
+    np.testing.assert_array_equal(outcome.recurrent_state[slot, 0, 1:], 0.5)
+    np.testing.assert_allclose(outcome.out, 0, atol=1e-6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gdn import ops
-from gdn.backends import host, launch
+from gdn.backends import host
 from gdn.backends import numpy as numpy_backend
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RECURRENCE_CASES, RecurrenceCase, build_arrays
@@ -39,28 +39,6 @@ def failed_checks(result: CaseResult) -> set[str]:
 
 
 # ---- Broken kernels ----
-
-
-@pytest.fixture
-def edit(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
-    """Edits a file of `kernels/` as the backends read it: `edit(file_name, (old, new), ...)`."""
-    if host.unavailable_reason() is not None:
-        pytest.skip(f"host backend: {host.unavailable_reason()}")
-    original = launch.kernel_text
-
-    def edit(file_name: str, *changes: tuple[str, str]) -> None:
-        text = original(file_name)
-        for old, new in changes:
-            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file_name}"
-            text = text.replace(old, new)
-        monkeypatch.setattr(launch, "kernel_text", lambda name: text if name == file_name else original(name))
-        launch.source.cache_clear()
-
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "broken-kernels"))
-    monkeypatch.setattr(host, "_libraries", {})
-    yield edit
-    monkeypatch.undo()
-    launch.source.cache_clear()
 
 
 @pytest.mark.parametrize("case", [PLAIN, MAPS], ids=["plain", "maps"])
@@ -108,6 +86,22 @@ def test_a_broken_kernel(fault: str, edit: Callable[..., None]) -> None:
     found = failed_checks(sweep(PLAIN, "host"))
     assert "oracle" in found
     assert ("untouched" in found) == (fault == "stored to the next slot")
+
+
+def test_an_empty_sequence_whose_slot_is_stored_again(edit: Callable[..., None]) -> None:
+    """Field case 66: the state of an empty sequence makes no round trip, whatever its type."""
+    stored_again = """if (slot < 0) return;
+    if (rows.begin >= rows.end) {
+        STATE_TYPE* const idle =
+            lane_state(recurrent_state, slot, state_slot_stride, work.value_head, work.tile_column);
+        LaneState halved;
+        load_state(halved, idle, false);
+        for (int row = 0; row < ROWS_PER_LANE; ++row)
+            for (int column = 0; column < COLUMNS_PER_LANE; ++column) halved[row][column] *= 0.5f;
+        return store_state(halved, idle, false);
+    }"""
+    edit(KERNEL, ("if (slot < 0 || rows.begin >= rows.end) return;", stored_again))
+    assert "untouched" in failed_checks(sweep(RECURRENCE_CASES["empty_sequences"], "host"))
 
 
 @pytest.mark.parametrize("vector", ["key_dot_key", "query_dot_query"])

@@ -33,7 +33,8 @@ def directory() -> Path:
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
     base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~"), ".cache")
-    return base / "gdn"
+    # Without a home, as some containers have it, "~" stays what it is; never load code from below the current folder.
+    return base / "gdn" if base.is_absolute() else _private_directory()
 
 
 def size_bytes() -> int:

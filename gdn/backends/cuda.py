@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any
 
@@ -30,7 +30,33 @@ def unavailable_reason() -> str | None:
         return f"CuPy cannot be imported ({error}); install gdn[cuda12] or gdn[cuda13]"
     if not cupy.is_available():
         return "CuPy finds no CUDA device (no NVIDIA driver, or no GPU visible)"
+    try:
+        cupy.cuda.nvrtc.getVersion()
+        capabilities = [_capability(device) for device in range(cupy.cuda.runtime.getDeviceCount())]
+    except Exception as error:  # a library or driver that is there but does not work
+        return f"CuPy cannot use the GPU: {error}"
+    if max(capabilities) < MIN_COMPUTE_CAPABILITY:
+        return f"no GPU of compute capability {_dotted(MIN_COMPUTE_CAPABILITY)} or later"
     return None
+
+
+def _capability(device: int) -> tuple[int, ...]:
+    import cupy
+
+    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in capability)
+
+
+@cache
+def require_device(device: int) -> None:
+    """The kernels serve this device; raises DeviceError where they do not."""
+    capability = _capability(device)
+    if capability < MIN_COMPUTE_CAPABILITY:
+        expected = f"compute capability {_dotted(MIN_COMPUTE_CAPABILITY)} or later"
+        raise DeviceError(rejection(f"cuda:{device}", expected, _dotted(capability)))
 
 
 def device_index(place: str) -> int:
@@ -52,7 +78,7 @@ def run(launch: Launch, device: int) -> None:
 def load(variant: Variant, device: int) -> Any:
     """The compiled kernel of a variant on one device; compiles at the first call.
 
-    Raises DeviceError for a device the kernels cannot serve, KernelCompileError when NVRTC refuses the source.
+    Raises DeviceError for a device the kernels cannot serve, KernelCompileError when no binary can be made.
     """
     function = _functions.get((variant, device))
     if function is None:
@@ -65,21 +91,13 @@ def load(variant: Variant, device: int) -> Any:
 def _compile(variant: Variant, device: int) -> Any:
     import cupy
 
-    capability = tuple(int(digit) for digit in divmod(int(cupy.cuda.Device(device).compute_capability), 10))
-    if capability < MIN_COMPUTE_CAPABILITY:
-        raise DeviceError(
-            rejection(
-                f"cuda:{device}",
-                "compute capability {}.{} or later".format(*MIN_COMPUTE_CAPABILITY),
-                "{}.{}".format(*capability),
-            )
-        )
+    require_device(device)
     stem = variant.kernel.stem
     with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=source(f"{stem}.cu"), options=("-std=c++17", *variant.defines))
         try:
+            module = cupy.RawModule(code=source(f"{stem}.cu"), options=("-std=c++17", *variant.defines))
             return module.get_function(stem)
-        except cupy.cuda.compiler.CompileException as error:
+        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
             raise _compile_error(variant, str(error)) from error
 
 

@@ -45,7 +45,7 @@ def launch(inputs: VerifyInputs, out: Argument, tile: RowTile) -> Launch:
         tile.threads,
         (
             *recurrence.arguments(inputs.recurrence, out),
-            *(ring.pointer, ring_rows, record_stride, records_are_packed),
+            *(ring.pointer, ring_rows, record_stride, int(records_are_packed)),
             *(rows.pointer, *rows.strides),
         ),
     )

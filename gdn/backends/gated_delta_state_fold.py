@@ -74,7 +74,7 @@ def launch(inputs: FoldInputs, tile: RowTile) -> Launch:
         num_blocks(inputs, tile),
         tile.threads,
         (
-            *(state.pointer, state.strides[0], pool_is_packed(state), state.shape[0]),
+            *(state.pointer, state.strides[0], int(pool_is_packed(state)), state.shape[0]),
             *(inputs.row_ids.pointer, *inputs.row_ids.strides),
             *(ring.pointer, ring.shape[0], ring.shape[3]),
             *(inputs.ring_row_ids.pointer, *inputs.ring_row_ids.strides),

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdn.arrays import Argument
-from gdn.indices import PAD_SLOT, IndexArray, offset_values, slot_values
+from gdn.geometry import PAD_SLOT
+from gdn.indices import IndexArray, offset_values, slot_values
 from gdn.recurrence import RecurrenceInputs
 from gdn.ring import FoldInputs, VerifyInputs, ring_len
 
@@ -164,6 +165,10 @@ def _run_token(inputs: RecurrenceInputs, rows: IndexArray, state: Float32Array) 
     query_dot_key = _tree_sum((query * key)[..., None])[:, :, None]
     memory = _tree_sum(state * key[:, :, None, :, None])
     old_readout = _tree_sum(state * query[:, :, None, :, None])
+
+    # A decay of 0 erases the state before the sums: they count as 0 even if a huge state made them overflow.
+    memory[decay == 0] = 0
+    old_readout[decay == 0] = 0
 
     delta = (beta * inverse_key_norm)[..., None] * (value - (decay * inverse_key_norm)[..., None] * memory)
     _update(state, key, delta, decay)

@@ -85,13 +85,13 @@ def arguments(inputs: RecurrenceInputs, out: Argument) -> tuple[int, ...]:
     decay, beta = inputs.decay_per_token, inputs.beta_per_token
     slots, offsets = inputs.slot_idx, inputs.input_row_offsets
     return (
-        *(qkv.pointer, *qkv.strides, qkv.rows_are_packed()),
+        *(qkv.pointer, *qkv.strides, int(qkv.rows_are_packed())),
         *(decay.pointer, *decay.strides),
         *(beta.pointer, *beta.strides),
-        *(state.pointer, state.strides[0], pool_is_packed(state)),
+        *(state.pointer, state.strides[0], int(pool_is_packed(state))),
         *(slots.pointer, *slots.strides),
-        *(offsets.pointer, *offsets.strides, offsets.dtype == "int32"),
-        *(out.pointer, *out.strides, out.rows_are_packed()),
+        *(offsets.pointer, *offsets.strides, int(offsets.dtype == "int32")),
+        *(out.pointer, *out.strides, int(out.rows_are_packed())),
         *(inputs.batch_size, inputs.total_seq_len, inputs.max_slots),
         *(inputs.geometry.num_key_heads, inputs.geometry.group_size),
     )

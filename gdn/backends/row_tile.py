@@ -19,6 +19,8 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 #: Registers a thread may use, by how many values it keeps in them at once.
 _REGISTER_CAPS = ((100, 128), (120, 168))
 MAX_THREADS = 256
+#: Static shared memory that a block may have.
+MAX_SHARED_BYTES = 48 * 1024
 WARP = 32
 
 
@@ -61,6 +63,13 @@ class RowTile:
         registers = next((cap for most, cap in _REGISTER_CAPS if values <= most), 256)
         return REGISTERS_PER_MULTIPROCESSOR // (self.threads * registers)
 
+    def shared_bytes(self, key_head_dim: int) -> int:
+        """Static shared memory of `kernels/recurrence.cuh` with this map: a stage of tokens, and sums of warps."""
+        tokens, warps = self.threads // 16, self.threads // WARP
+        stage = tokens * 4 * (2 * key_head_dim + self.columns + 5)
+        sums = 2 * warps * self.columns * 8 if warps > 1 else 0
+        return stage + sums + 64  # alignment, and the bits of a clearing block
+
     def macros(self, key_head_dim: int) -> tuple[tuple[str, str], ...]:
         """The map as compile-time constants of a kernel."""
         return (
@@ -90,6 +99,7 @@ def row_tiles(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tu
         if value_head_dim % tile.columns == 0
         and row_groups * lanes_per_row <= MAX_THREADS
         and tile.elements_per_lane(key_head_dim) <= MAX_ELEMENTS_PER_LANE
+        and tile.shared_bytes(key_head_dim) <= MAX_SHARED_BYTES
     )
 
 
@@ -116,7 +126,7 @@ def default_row_tile(key_head_dim: int, value_head_dim: int, state_itemsize: int
     """The map an op picks: the widest accesses, then four warps on a tile of up to 64 columns.
 
     A thread should move 16 bytes and its neighbours continue the same row for 128 to 256 bytes; that decides
-    bandwidth more than anything else (docs/performance.md).
+    bandwidth more than anything else.
     """
 
     def merit(tile: RowTile) -> tuple[int, int, int, int]:

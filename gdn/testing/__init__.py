@@ -7,6 +7,7 @@ from gdn.testing.compare import (
     assert_passed,
     bitwise,
     close,
+    same_bytes,
     storage_tolerance,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "assert_passed",
     "bitwise",
     "close",
+    "same_bytes",
     "storage_tolerance",
 ]

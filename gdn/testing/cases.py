@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from gdn.arrays import DTYPES
-from gdn.geometry import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, HeadGeometry
-from gdn.indices import PAD_SLOT
+from gdn.geometry import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PAD_SLOT, HeadGeometry
 from gdn.testing.buffers import LAYOUTS, Array
 
 #: Token-elements (tokens x value heads x state elements of one) that a random case may cost.
@@ -91,7 +90,7 @@ class RecurrenceArrays:
 
 
 def build_arrays(case: RecurrenceCase) -> RecurrenceArrays:
-    """The arrays of a case. Spare slots and channels of uncovered rows hold NaN: nobody may use them."""
+    """The arrays of a case. Uncovered rows and half of the spare slots hold NaN: nobody may use them."""
     random = np.random.default_rng([case.seed, len(case.lengths), case.total_seq_len])
     heads = case.heads
     batch_size, total = len(case.lengths), case.total_seq_len
@@ -107,8 +106,10 @@ def build_arrays(case: RecurrenceCase) -> RecurrenceArrays:
     INPUTS[case.inputs](values, heads, random)
     qkv[: case.leading_rows] = np.nan
     qkv[total - case.trailing_rows :] = np.nan
-    used = slots[(slots != PAD_SLOT) & (np.asarray(case.lengths, np.int64) > 0)]
-    pool[np.setdiff1d(np.arange(max_slots), used)] = np.nan
+    # Half of the slots that nobody names hold NaN, which must not spread; the others, and those of empty sequences,
+    # hold values, which must not change.
+    spare = np.setdiff1d(np.arange(max_slots), slots)
+    pool[spare[::2]] = np.nan
     index = DTYPES[case.index_dtype]
     return RecurrenceArrays(
         values["qkv"].astype(DTYPES[case.work_dtype]),

@@ -13,10 +13,10 @@ import numpy as np
 
 from gdn import oracle
 from gdn.backends.row_tile import forced_row_tile, row_tiles
-from gdn.indices import PAD_SLOT
+from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase
-from gdn.testing.compare import Comparison, bitwise, close, storage_tolerance
+from gdn.testing.compare import Comparison, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.execute import Layouts, Outcome, execute
 
 
@@ -89,7 +89,7 @@ def untouched(subject: Subject) -> Iterator[Comparison]:
     yield from (comparison for comparison in subject.outcome.kept if comparison.measure != "empty")
     others = np.setdiff1d(np.arange(len(subject.outcome.recurrent_state)), subject.slots[subject.live])
     if others.size:
-        yield bitwise(subject.outcome.recurrent_state[others], subject.arrays.recurrent_state[others], "other slots")
+        yield same_bytes(subject.outcome.recurrent_state[others], subject.arrays.recurrent_state[others], "other slots")
 
 
 def batch_independence(subject: Subject) -> Iterator[Comparison]:

@@ -200,6 +200,14 @@ def bitwise(
     )
 
 
+def same_bytes(actual: NDArray[Any], expected: NDArray[Any], name: str = "array") -> Comparison:
+    """Judge whether two arrays of one shape and type hold the same bytes, the payload of every NaN included."""
+    if actual.dtype != expected.dtype:
+        return _not_comparable(name, "dtype", f"expected {expected.dtype.name}, got {actual.dtype.name}")
+    integers = np.dtype(f"u{actual.dtype.itemsize}")
+    return bitwise(np.ascontiguousarray(actual).view(integers), np.ascontiguousarray(expected).view(integers), name)
+
+
 def _within_tolerance(
     actual: NDArray[np.float64], reference: NDArray[np.float64], tolerance: Tolerance, name: str
 ) -> Comparison:

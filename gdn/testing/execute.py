@@ -12,7 +12,7 @@ from gdn import ops, use_backend
 from gdn.arrays import DTYPES
 from gdn.testing.buffers import Array, Buffer, lay_out
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase
-from gdn.testing.compare import Comparison, bitwise
+from gdn.testing.compare import Comparison, same_bytes
 
 ARGUMENTS = (
     "qkv_conv_output",
@@ -100,4 +100,4 @@ def _kept(name: str, before: Buffer, after: Buffer) -> Comparison:
         after = after.copy()
         after.array[...] = before.array
         name = f"memory around {name}"
-    return bitwise(after.memory, before.memory, name)
+    return same_bytes(after.memory, before.memory, name)

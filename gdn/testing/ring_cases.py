@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gdn.arrays import DTYPES
-from gdn.geometry import HeadGeometry
-from gdn.indices import PAD_SLOT
+from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase, build_arrays
 

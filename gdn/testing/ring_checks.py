@@ -12,10 +12,10 @@ import numpy as np
 
 from gdn import oracle
 from gdn.backends.row_tile import forced_row_tile, row_tiles
-from gdn.indices import PAD_SLOT
+from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays
-from gdn.testing.compare import Comparison, Tolerance, bitwise, close, storage_tolerance
+from gdn.testing.compare import Comparison, Tolerance, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.ring_cases import RingArrays, RingCase
 from gdn.testing.ring_device import Device
 from gdn.testing.ring_walk import walk
@@ -162,18 +162,12 @@ def hands_off(subject: RingSubject) -> Iterator[Comparison]:
         for row in np.flatnonzero(live & ~subject.commits_itself):
             ring_row = arrays.ring_row_ids[layer].view(np.uint32)[row]
             may_be_written[ring_row, :, : subject.lengths[row], : case.heads.record_elements] = True
-    yield bitwise(subject.verified_pool, expected_pool, "pool after verify")
+    yield same_bytes(subject.verified_pool, expected_pool, "pool after verify")
     untouched = np.where(may_be_written, arrays.ring, subject.ring)
-    yield bitwise(_bits(untouched), _bits(arrays.ring), "ring around the records")
+    yield same_bytes(untouched, arrays.ring, "ring around the records")
     if may_be_written.any():
         records = np.isfinite(subject.ring[may_be_written].astype(np.float32))
         yield bitwise(records, np.ones_like(records), "every element of a record is written")
-
-
-def _bits(array: Array) -> Array:
-    """The bytes as integers: a NaN that was written over with another NaN is a difference here."""
-    bits: Array = np.ascontiguousarray(array).view(np.dtype(f"u{array.itemsize}"))
-    return bits
 
 
 def fold_of_forward(subject: RingSubject) -> Iterator[Comparison]:
@@ -237,7 +231,7 @@ def thread_maps(subject: RingSubject) -> Iterator[Comparison]:
             folded = _folded(other, other.ring, subject.arrays.num_accepted)
         for layer, readout in enumerate(other.readouts):
             yield bitwise(readout, subject.readouts[layer], f"{tiles[idx]}: readout of layer {layer}")
-        yield bitwise(_bits(other.ring), _bits(subject.ring), f"{tiles[idx]}: ring")
+        yield same_bytes(other.ring, subject.ring, f"{tiles[idx]}: ring")
         yield bitwise(folded, expected, f"{tiles[idx]}: pool")
 
 

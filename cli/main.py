@@ -20,6 +20,7 @@ from gdn.cli.names import suggestion
 #: imported when it is called for, so that `gdn --help` need not wait for NumPy.
 _COMMANDS = {
     "verify": "Check every backend of this machine against the oracle.",
+    "bench": "Time every op against what this machine's memory could do.",
     "info": "Show versions, GPUs, backends, caches and limits.",
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it

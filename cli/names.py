@@ -69,3 +69,17 @@ class PairOfCounts(click.ParamType):  # type: ignore[type-arg] # as above
             self.fail(f"expected two counts with a comma between them, such as 16,32, got {value!r}", param, ctx)
         first, second = (int(part) for part in parts)
         return first, second
+
+
+class Counts(click.ParamType):  # type: ignore[type-arg] # as above
+    """Counts of at least one with commas between them, such as 1,8,32."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):  # click may convert a value twice
+            return value
+        parts = str(value).split(",")
+        if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
+            self.fail(f"expected counts of at least 1, with commas between several, got {value!r}", param, ctx)
+        return tuple(int(part) for part in parts)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -60,7 +61,19 @@ def _console(stream: TextIO | None) -> Console:
 
 def print_json(document: Any) -> None:
     """Write a document to stdout as JSON in ASCII; numbers that JSON lacks become "inf", "-inf" and "nan"."""
-    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+    click.echo(_json(document))
+
+
+def save_json(path: Path, document: Any) -> None:
+    """Write a document to a file as `print_json` prints it. Raises ClickException where that fails."""
+    try:
+        path.write_text(_json(document) + "\n", encoding="ascii")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _json(document: Any) -> str:
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -66,6 +66,26 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.testing.catalogue": ("gdn.testing.cases", "gdn.testing.ring_cases"),
     "gdn.testing.sweep": ("gdn.testing.[bc]*", "gdn.testing.ring_c*"),
     "gdn.testing": ("gdn.testing.compare",),
+    "gdn.bench": (),
+    "gdn.bench.timing": (),
+    "gdn.bench.cases": ("gdn.errors", "gdn.geometry", "gdn.testing.*"),
+    "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
+    "gdn.bench.c[pu]*": ("gdn", "gdn.arrays", "gdn.bench.[mt]*", "gdn.testing.*"),
+    "gdn.bench.workload": (
+        *("gdn", "gdn.ops", "gdn.errors", "gdn.arrays", "gdn.geometry"),
+        *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.t*", "gdn.testing.*"),
+    ),
+    "gdn.bench.check": (
+        *("gdn", "gdn.oracle", "gdn.errors", "gdn.geometry"),
+        *("gdn.bench.cases", "gdn.bench.workload", "gdn.testing.*"),
+    ),
+    "gdn.bench.peers": ("gdn.bench.peers.*",),
+    "gdn.bench.peers.*": (
+        *("gdn.errors", "gdn.geometry", "gdn.bench.timing", "gdn.bench.workload"),
+        *("gdn.bench.peers.*", "gdn.testing.*"),
+    ),
+    "gdn.bench.measure": ("gdn.bench.*", "gdn.testing.execute"),
     "gdn.cli": (),
     "gdn.cli.*": ("*",),
     "gdn.__main__": ("gdn.cli.main",),
@@ -73,12 +93,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 # Where other packages may be imported.
 OUTSIDE: dict[str, tuple[str, ...]] = {
-    "numpy": ("gdn.arrays", "gdn.check", "gdn.indices", "gdn.oracle", "gdn.backends.numpy", "gdn.testing.*"),
+    "numpy": (
+        "gdn.arrays",
+        "gdn.check",
+        "gdn.indices",
+        "gdn.oracle",
+        "gdn.backends.numpy",
+        "gdn.testing.*",
+        "gdn.bench.*",
+    ),
     "ml_dtypes": ("gdn.arrays",),
     "cupy": (
         *("gdn.arrays", "gdn.backends.cuda", "gdn.cli.info"),
-        *("gdn.testing.buffers", "gdn.testing.ring_device"),
+        *("gdn.testing.buffers", "gdn.testing.ring_device", "gdn.bench.cuda"),
     ),
+    "matplotlib": ("gdn.cli.bench_plot",),
     "ctypes": ("gdn.backends.host",),
     "subprocess": ("gdn.backends.host",),
     "click": ("gdn.cli.*",),

@@ -1,0 +1,158 @@
+"""One case on one machine: build, check, time, and what follows from the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gdn.bench.cases import BenchCase
+from gdn.bench.check import CheckFailed, check_finite, check_workload
+from gdn.bench.machine import Machine
+from gdn.bench.peers.peer import Peer, PeerRefused
+from gdn.bench.timing import Spread, spread
+from gdn.bench.traffic import Ceilings, attainable_us, case_bytes, num_tokens, recurrence_flops
+from gdn.bench.workload import DoesNotFit, Workload, build_workload
+from gdn.testing.execute import on_backend
+
+#: The op that a regime calls; a step calls two.
+OPS = {
+    "decode": "gated_delta_recurrence_fwd",
+    "prefill": "gated_delta_recurrence_fwd",
+    "verify": "gated_delta_recurrence_verify_ring",
+    "fold": "gated_delta_state_fold",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The time of one call, and what follows from it.
+
+    parts_us: medians of the launches of a step, each timed alone. percent: of the time in which this machine could move
+    the bytes; None for a call that moves none. tokens_per_s and gflop_per_s: of a prefill.
+    """
+
+    us: Spread
+    parts_us: dict[str, float]
+    gb_per_s: float
+    attainable_us: float
+    percent: float
+    tokens_per_s: float | None
+    gflop_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of one case. `timing` is None where a check failed, or where there was no room.
+
+    by: the backend, or the package, that ran. problem: why there is no timing. failed: whether a check did.
+    """
+
+    case: BenchCase
+    by: str
+    num_bytes: int
+    is_cold: bool
+    num_sets: int
+    checked: str
+    timing: Timing | None = None
+    problem: str | None = None
+    failed: bool = False
+
+    @property
+    def key(self) -> str:
+        """What must be equal for two rows to be comparable."""
+        heads, call = self.case.heads, self.case.call
+        counts = f"{heads.num_key_heads},{heads.num_value_heads}x{heads.key_head_dim},{heads.value_head_dim}"
+        temperature = "cold" if self.is_cold else "warm"
+        return " | ".join((self.by, self.case.regime, call.name, counts, call.types(), self.case.slots, temperature))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The rows of one case, ours first, then other packages', and Python's part of a call by op."""
+
+    rows: tuple[Row, ...]
+    overhead_us: dict[str, float]
+
+
+def measure(
+    case: BenchCase,
+    machine: Machine,
+    ceilings: Ceilings,
+    repeats: int,
+    *,
+    with_overhead: bool = False,
+    peers: tuple[Peer, ...] = (),
+) -> Measurement:
+    """Check and time a case; a case that fails its check is not timed, by nobody."""
+    with on_backend(machine.backend):
+        try:
+            workload = build_workload(case, machine)
+        except DoesNotFit as refusal:
+            return Measurement((_untimed(case, machine.backend, str(refusal)),), {})
+        try:
+            checked = check_workload(workload)
+            timing = _timed(workload, ceilings, repeats)
+            check_finite(workload)
+        except CheckFailed as failure:
+            return Measurement((_untimed(case, machine.backend, str(failure), failed=True),), {})
+        ours = _row(workload, machine.backend, checked, timing)
+        overhead = _overhead(workload) if with_overhead else {}
+    theirs = tuple(_peer_row(peer, workload, ceilings, repeats) for peer in peers)
+    return Measurement((ours, *theirs), overhead)
+
+
+def _timed(workload: Workload, ceilings: Ceilings, repeats: int) -> Timing:
+    case, machine = workload.case, workload.machine
+    mutates = case.regime != "verify"
+
+    def median_us(part: str) -> Spread:
+        return spread(machine.time_us(workload.calls(part), repeats, workload.reset if mutates else None))
+
+    parts = {part: median_us(part).median_us for part in ("verify", "fold")} if case.regime == "step" else {}
+    return timing_of(case, median_us(case.regime), parts, ceilings)
+
+
+def timing_of(case: BenchCase, us: Spread, parts_us: dict[str, float], ceilings: Ceilings) -> Timing:
+    """What follows from a time."""
+    attainable = attainable_us(case, ceilings)
+    is_prefill = case.regime == "prefill"
+    return Timing(
+        us=us,
+        parts_us=parts_us,
+        gb_per_s=1e-3 * case_bytes(case) / us.median_us,
+        attainable_us=attainable,
+        percent=100 * attainable / us.median_us,
+        tokens_per_s=1e6 * num_tokens(case) / us.median_us if is_prefill else None,
+        gflop_per_s=1e-3 * recurrence_flops(case.recurrence_call) / us.median_us if is_prefill else None,
+    )
+
+
+def _row(workload: Workload, by: str, checked: str, timing: Timing) -> Row:
+    case = workload.case
+    return Row(case, by, case_bytes(case), workload.is_cold, len(workload.sets), checked, timing)
+
+
+def _untimed(case: BenchCase, by: str, problem: str, *, failed: bool = False) -> Row:
+    return Row(case, by, case_bytes(case), case.cold, 0, "", None, problem, failed)
+
+
+def _overhead(workload: Workload) -> dict[str, float]:
+    """Python's part of one call of each op of the regime, where it can be told apart."""
+    regime = workload.case.regime
+    found = {}
+    for part in ("verify", "fold") if regime == "step" else (regime,):
+        overhead = workload.machine.python_overhead_us(workload.calls(part)[0])
+        if overhead is not None:
+            found[OPS[part]] = overhead
+    return found
+
+
+def _peer_row(peer: Peer, workload: Workload, ceilings: Ceilings, repeats: int) -> Row:
+    """Check and time another package on the same inputs; whatever goes wrong there is one line of the report."""
+    case = workload.case
+    try:
+        checked, us, parts = peer.run(workload, repeats)
+    except PeerRefused as refusal:
+        return _untimed(case, peer.name, str(refusal))
+    except Exception as error:  # another package may fail in any way, and must not end the run
+        return _untimed(case, peer.name, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    return _row(workload, peer.name, checked, timing_of(case, us, parts, ceilings))

@@ -15,7 +15,7 @@ from gdn import ops
 from gdn.arrays import DTYPES
 from gdn.backends import host
 from gdn.geometry import HeadGeometry
-from gdn.testing import assert_passed, bitwise
+from gdn.testing import assert_passed, bitwise, same_bytes
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase, build_arrays
 from gdn.testing.execute import on_backend
@@ -31,12 +31,6 @@ RING_LENS = (1, 2, 4, 5, 8, 16, 64)
 POOLS = ("float32", "bfloat16", "float16")
 SMALL = HeadGeometry(2, 4, 8, 8)
 PAD = gdn.PAD_SLOT
-
-
-def same_bytes(actual: Array, expected: Array, name: str) -> Any:
-    """A comparison that tells one NaN from another, and 0 from -0."""
-    integers = np.dtype(f"u{actual.itemsize}")
-    return bitwise(np.ascontiguousarray(actual).view(integers), np.ascontiguousarray(expected).view(integers), name)
 
 
 def assert_sweep_passes(case: RingCase, backend: str) -> None:
@@ -141,7 +135,11 @@ def test_verify_then_fold_equals_forward(backend: str, sizes: tuple[int, int], r
 
 @pytest.mark.parametrize("name", RING_CASES)
 def test_named_case(name: str, backend: str) -> None:
-    assert_sweep_passes(RING_CASES[name], backend)
+    case = RING_CASES[name]
+    sizes = case.heads.key_head_dim, case.heads.value_head_dim
+    if backend == "host" and (sizes != (32, 32) or case.ring_len not in (4, 16) or case.walk_steps):
+        pytest.skip("compiled for the CPU by the covering cases and the walks; numpy and cuda run it")
+    assert_sweep_passes(case, backend)
 
 
 @pytest.mark.parametrize("number", range(8))

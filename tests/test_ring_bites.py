@@ -53,7 +53,6 @@ FAULTS: dict[str, Fault] = {
         ),
         {"oracle", "E2"},
     ),
-    "decay forgotten": (FOLD, (("delta, stage.decay[place]", "delta, 1.0f"),), {"oracle", "E2"}),
     "second stage read from the first record": (
         RECORD,
         (("* RING_LEN + token)", "* RING_LEN + 0 * token)"),),
@@ -94,11 +93,6 @@ FAULTS: dict[str, Fault] = {
         (("static_cast<int>(count);", "static_cast<int>(count < RING_LEN ? count + 1 : count);"),),
         {"oracle", "E2", "unread"},
     ),
-    "one record too few": (
-        FOLD,
-        (("static_cast<int>(count);", "static_cast<int>(count - 1);"),),
-        {"oracle", "E2"},
-    ),
     "counts of the first row for all": (
         FOLD,
         (("num_accepted[row * num_accepted_stride]", "num_accepted[0]"),),
@@ -130,7 +124,6 @@ FAULTS: dict[str, Fault] = {
         ),
         {"hands off"},
     ),
-    "decay never written": (VERIFY, (("if (writes_decay &&", "if (false &&"),), {"oracle", "E2", "hands off"}),
     "decay recorded with an error of one bit": (
         VERIFY,
         (("first_token) * record_stride;", "first_token) * record_stride; decay *= 1.0f + 2e-7f;"),),

@@ -9,6 +9,7 @@
 // MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM: multiples of 8 from 8 to 256
 //            WORK_TYPE (qkv), GATE_TYPE (decay, beta), STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16
 //            ROW_GROUPS, LANES_PER_ROW, COLUMNS_PER_LANE, MIN_BLOCKS: the thread map of row_tile.cuh
+//            IS_PACKED: whether qkv, recurrent_state and out take the widest accesses (numeric_types.cuh)
 // BLOCK      one sequence, one value head, one tile of columns, split among threads as row_tile.cuh says
 // GRID       batch_size * num_value_heads * (VALUE_HEAD_DIM / TILE_COLUMNS) blocks, tile fastest, then head,
 //            followed by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) blocks that clear unowned rows.
@@ -18,30 +19,28 @@
 //            [batch_size + 1]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]. Strides in elements.
 // MUTATES    the slots of live, non-empty sequences; out.
 // CALLER     guarantees that arrays do not overlap, that two live sequences never share a slot, and that
-//            `*_is_packed` is set only where channels are neighbours and rows start on 16-byte boundaries.
-//            Index values may be anything.
+//            IS_PACKED is true only where channels are neighbours and rows start on 16-byte boundaries. Index
+//            values may be anything.
 #include "recurrence.cuh"
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_recurrence_fwd(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
-    long long qkv_is_packed,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,
-    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride, long long state_is_packed,
+    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     const unsigned int* __restrict__ slot_idx, long long slot_idx_stride,
     const unsigned int* __restrict__ input_row_offsets, long long input_row_offsets_stride,
     long long offsets_are_signed,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
-    long long out_is_packed,
     long long batch_size, long long total_seq_len, long long max_slots,
     long long num_key_heads, long long group_size) {
     const Batch batch = {slot_idx, slot_idx_stride, input_row_offsets, input_row_offsets_stride,
                          offsets_are_signed != 0, batch_size, total_seq_len, max_slots};
     const TokenArrays arrays = {
-        qkv_conv_output, qkv_token_stride, qkv_channel_stride, qkv_is_packed != 0,
+        qkv_conv_output, qkv_token_stride, qkv_channel_stride,
         decay_per_token, decay_token_stride, decay_head_stride,
         beta_per_token, beta_token_stride, beta_head_stride,
-        out, out_token_stride, out_channel_stride, out_is_packed != 0, num_key_heads, group_size};
+        out, out_token_stride, out_channel_stride, num_key_heads, group_size};
     if (blockIdx.x >= num_recurrence_blocks(arrays, batch)) {
         const auto is_live = [&](long long sequence) { return live_slot(batch, sequence) >= 0; };
         clear_unowned_rows(batch, blockIdx.x - num_recurrence_blocks(arrays, batch), is_live, out, out_token_stride,
@@ -55,7 +54,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
 
     STATE_TYPE* const pool = lane_state(recurrent_state, slot, state_slot_stride, work.value_head, work.tile_column);
     LaneState state;
-    load_state(state, pool, state_is_packed != 0);
-    run_tokens(arrays, work, rows, state, NoRecords());
-    store_state(state, pool, state_is_packed != 0);
+    run_tokens(arrays, work, rows, pool, state, NoRecords());
+    store_state(state, pool);
 }

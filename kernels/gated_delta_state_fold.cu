@@ -5,15 +5,15 @@
 // which is the state update of the token that left the record, to the bit for a float32 ring. The state is read once,
 // kept in float32 and rounded once, at its store.
 //
-// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM, RING_LEN, STATE_TYPE, RING_TYPE; the thread map of row_tile.cuh; MIN_BLOCKS
+// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM, RING_LEN, STATE_TYPE, RING_TYPE, IS_PACKED; the thread map of row_tile.cuh; MIN_BLOCKS
 // BLOCK      one row of one layer, one value head, one tile of columns, split among threads as row_tile.cuh says
 // GRID       num_layers * batch_size * num_value_heads * NUM_TILES blocks, tile fastest, then head, row, layer
 // SHAPES     recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM, VALUE_HEAD_DIM], the last three dense;
 //            row_ids, ring_row_ids [num_layers, batch_size]; ring [ring_rows, num_key_heads, RING_LEN, record_stride],
 //            dense; num_accepted [batch_size]. Strides in elements.
 // MUTATES    the slots row_ids names, of rows whose count is 1 to RING_LEN. Other rows are not even read.
-// CALLER     guarantees that arrays do not overlap and that two rows never name one slot; `*_is_packed` only where
-//            slots or records start on 16-byte boundaries. A slot or ring row out of range makes its row padding.
+// CALLER     guarantees that arrays do not overlap and that two rows never name one slot; IS_PACKED only where slots
+//            start on 16-byte boundaries. A slot or ring row out of range makes its row padding.
 #include "ring_record.cuh"
 #include "row_tile.cuh"
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void fill_stage(
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_state_fold(
-    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride, long long state_is_packed,
+    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     long long max_slots,
     const unsigned int* __restrict__ row_ids, long long row_ids_layer_stride, long long row_ids_row_stride,
     const RING_TYPE* __restrict__ ring, long long ring_rows, long long record_stride,
@@ -66,13 +66,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
     if (slot < 0 || ring_row < 0) return;
 
     STATE_TYPE* const pool = lane_state(recurrent_state, slot, state_slot_stride, value_head, tile_column);
-    LaneState state;
-    load_state(state, pool, state_is_packed != 0);
+    StoredState stored_state;
+    stored_state.load(pool);
 
     const LanePlace lane = lane_place();
     const unsigned int key_head = value_head / static_cast<unsigned int>(group_size);
     const int head_of_group = static_cast<int>(value_head % static_cast<unsigned int>(group_size));
     const int num_records = static_cast<int>(count);
+    LaneState state;
+    stored_state.widen(state);
     for (int first = 0; first < num_records; first += STAGE_RECORDS) {
         const int num_staged = num_records - first < STAGE_RECORDS ? num_records - first : STAGE_RECORDS;
         fill_stage(stage, ring + record_offset(ring_row, num_key_heads, key_head, first, record_stride), num_staged,
@@ -88,5 +90,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
         }
         __syncthreads();  // the next stage overwrites records that slower warps may still read
     }
-    store_state(state, pool, state_is_packed != 0);
+    store_state(state, pool);
 }

@@ -68,30 +68,26 @@ __device__ __forceinline__ float token_readout(const TokenScalars& scalars, floa
     return __fmul_rn(unscaled, scalars.readout_scale);
 }
 
-// One chain of the tree: sum of left[i] * right[i] over CHAIN_LENGTH rows.
-__device__ __forceinline__ float chain_dot(const float (&left)[CHAIN_LENGTH], const float (&right)[CHAIN_LENGTH]) {
-    float sum = __fmul_rn(left[0], right[0]);
-    #pragma unroll
-    for (int i = 1; i < CHAIN_LENGTH; ++i) sum = fmaf(left[i], right[i], sum);
-    return sum;
+// The part of the tree over CHAINS neighbouring chains that one thread holds: sum of left[i] * right[i].
+template <int CHAINS, int FIRST_ROW = 0>
+__device__ __forceinline__ float thread_dot(const float* left, const float* right) {
+    if constexpr (CHAINS == 1) {
+        float sum = __fmul_rn(left[FIRST_ROW], right[FIRST_ROW]);
+        #pragma unroll
+        for (int i = 1; i < CHAIN_LENGTH; ++i) sum = fmaf(left[FIRST_ROW + i], right[FIRST_ROW + i], sum);
+        return sum;
+    } else {
+        return __fadd_rn(thread_dot<CHAINS / 2, FIRST_ROW>(left, right),
+                         thread_dot<CHAINS / 2, FIRST_ROW + CHAINS / 2 * CHAIN_LENGTH>(left, right));
+    }
 }
 
-// The two sums over the old state, memory and readout, of one column.
-struct StateSums {
-    float memory;
-    float readout;
-};
-
-__device__ __forceinline__ StateSums add(const StateSums& lower, const StateSums& upper) {
-    return {__fadd_rn(lower.memory, upper.memory), __fadd_rn(lower.readout, upper.readout)};
-}
-
-// The part of the tree over CHAINS neighbouring chains that one thread holds, for all its columns.
-// `state` is [CHAINS * CHAIN_LENGTH][COLUMNS] in registers; FIRST_ROW counts within it. `key` and `query`
-// are the token's raw vectors at the thread's first row.
-template <int CHAINS, int FIRST_ROW, int ROWS, int COLUMNS>
+// The same for the two sums over the old state, memory and readout, of each of the thread's columns.
+// `state` is [CHAINS * CHAIN_LENGTH][COLUMNS] in registers.
+template <int CHAINS, int FIRST_ROW = 0, int ROWS, int COLUMNS>
 __device__ __forceinline__ void thread_sums(
-    const float (&state)[ROWS][COLUMNS], const float* key, const float* query, StateSums (&sums)[COLUMNS]) {
+    const float (&state)[ROWS][COLUMNS], const float* key, const float* query, float (&memory)[COLUMNS],
+    float (&readout)[COLUMNS]) {
     if constexpr (CHAINS == 1) {
         #pragma unroll
         for (int i = 0; i < CHAIN_LENGTH; ++i) {
@@ -100,17 +96,20 @@ __device__ __forceinline__ void thread_sums(
             #pragma unroll
             for (int column = 0; column < COLUMNS; ++column) {
                 const float element = state[FIRST_ROW + i][column];
-                StateSums& sum = sums[column];
-                sum.memory = i == 0 ? __fmul_rn(element, key_row) : fmaf(element, key_row, sum.memory);
-                sum.readout = i == 0 ? __fmul_rn(element, query_row) : fmaf(element, query_row, sum.readout);
+                memory[column] = i == 0 ? __fmul_rn(element, key_row) : fmaf(element, key_row, memory[column]);
+                readout[column] = i == 0 ? __fmul_rn(element, query_row) : fmaf(element, query_row, readout[column]);
             }
         }
     } else {
-        StateSums upper[COLUMNS];
-        thread_sums<CHAINS / 2, FIRST_ROW>(state, key, query, sums);
-        thread_sums<CHAINS / 2, FIRST_ROW + CHAINS / 2 * CHAIN_LENGTH>(state, key, query, upper);
+        float upper_memory[COLUMNS];
+        float upper_readout[COLUMNS];
+        thread_sums<CHAINS / 2, FIRST_ROW>(state, key, query, memory, readout);
+        thread_sums<CHAINS / 2, FIRST_ROW + CHAINS / 2 * CHAIN_LENGTH>(state, key, query, upper_memory, upper_readout);
         #pragma unroll
-        for (int column = 0; column < COLUMNS; ++column) sums[column] = add(sums[column], upper[column]);
+        for (int column = 0; column < COLUMNS; ++column) {
+            memory[column] = __fadd_rn(memory[column], upper_memory[column]);
+            readout[column] = __fadd_rn(readout[column], upper_readout[column]);
+        }
     }
 }
 

@@ -37,28 +37,33 @@ __host__ __device__ constexpr int packed_width() {
     return width;
 }
 
-// Read COUNT values that lie `stride` elements apart. `packed` says that the stride is 1 and that the run
-// starts on a 16-byte boundary or on a multiple of its own widest access; the values are the same either way.
-template <typename Stored, int COUNT>
-__device__ __forceinline__ void load_run(const Stored* source, long long stride, bool packed, float (&values)[COUNT]) {
-    if (packed) {
-        constexpr int WIDTH = packed_width<Stored, COUNT>();
-        #pragma unroll
-        for (int first = 0; first < COUNT; first += WIDTH) {
-            const auto pack = *reinterpret_cast<const Packed<Stored, WIDTH>*>(source + first);
-            #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) values[first + i] = to_float(pack.values[i]);
-        }
-    } else {
-        #pragma unroll
-        for (int i = 0; i < COUNT; ++i) values[i] = to_float(source[i * stride]);
-    }
-}
+// COUNT values as they lie in memory, read in one go and widened at their use: a kernel issues all its loads before it
+// needs the first value. PACKED says that the values are neighbours and that the run starts on a 16-byte boundary or on
+// a multiple of its own widest access; otherwise they lie `stride` elements apart. The values are the same either way.
+// It is a constant because the addresses of the strided form would take a register pair each.
+template <typename Stored, int COUNT, bool PACKED>
+struct Run {
+    static constexpr int WIDTH = packed_width<Stored, COUNT>();
+    Packed<Stored, WIDTH> packs[COUNT / WIDTH];
 
-// The counterpart of load_run; rounds to the stored type.
-template <typename Stored, int COUNT>
-__device__ __forceinline__ void store_run(Stored* target, long long stride, bool packed, const float (&values)[COUNT]) {
-    if (packed) {
+    __device__ __forceinline__ void load(const Stored* source, long long stride) {
+        if constexpr (PACKED) {
+            #pragma unroll
+            for (int i = 0; i < COUNT / WIDTH; ++i)
+                packs[i] = *reinterpret_cast<const Packed<Stored, WIDTH>*>(source + i * WIDTH);
+        } else {
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) packs[i / WIDTH].values[i % WIDTH] = source[i * stride];
+        }
+    }
+
+    __device__ __forceinline__ float operator[](int i) const { return to_float(packs[i / WIDTH].values[i % WIDTH]); }
+};
+
+// Write COUNT values, rounded to the stored type, where Run::load would read them.
+template <bool PACKED, typename Stored, int COUNT>
+__device__ __forceinline__ void store_run(Stored* target, long long stride, const float (&values)[COUNT]) {
+    if constexpr (PACKED) {
         constexpr int WIDTH = packed_width<Stored, COUNT>();
         #pragma unroll
         for (int first = 0; first < COUNT; first += WIDTH) {

@@ -8,7 +8,6 @@ struct TokenArrays {
     const WORK_TYPE* qkv_conv_output;
     long long qkv_token_stride;
     long long qkv_channel_stride;
-    bool qkv_is_packed;
     const GATE_TYPE* decay_per_token;
     long long decay_token_stride;
     long long decay_head_stride;
@@ -18,7 +17,6 @@ struct TokenArrays {
     OUT_TYPE* out;
     long long out_token_stride;
     long long out_channel_stride;
-    bool out_is_packed;
     long long num_key_heads;
     long long group_size;
 };
@@ -52,110 +50,117 @@ __device__ __forceinline__ TileWork work_of_block(const TokenArrays& arrays) {
     return work;
 }
 
-// A half warp prepares a token: one lane a chain.
-constexpr int LANES_PER_TOKEN = 16;
-constexpr int STAGE_TOKENS = NUM_THREADS / LANES_PER_TOKEN;
+// A warp reads the keys and queries of its own rows and spreads them among its lanes through shared memory.
+__host__ __device__ constexpr int staged_rows() {
+    int rows = (WARP_ROWS + 31) / 32;
+    while (WARP_ROWS % rows != 0) ++rows;
+    return rows;
+}
+constexpr int STAGED_ROWS = staged_rows();  // that one lane reads
+constexpr int STAGING_LANES = WARP_ROWS / STAGED_ROWS;
 
-// Tokens of one stage, widened to float32 and shared by the block.
-struct Stage {
-    alignas(16) float key[STAGE_TOKENS][KEY_HEAD_DIM];
-    alignas(16) float query[STAGE_TOKENS][KEY_HEAD_DIM];
-    alignas(16) float value[STAGE_TOKENS][TILE_COLUMNS];
-    TokenScalars scalars[STAGE_TOKENS];
-};
-
-// Where one value head finds a token's inputs.
+// Where a thread finds a token's inputs: the channels of the rows it reads and of its columns, and its value head's
+// gates, at token 0.
 struct TokenInputs {
-    const WORK_TYPE* query;  // at the key head's first channel, token 0
+    const WORK_TYPE* query;
     const WORK_TYPE* key;
-    const WORK_TYPE* value;  // at the tile's first channel
-    long long token_stride;
-    long long channel_stride;
-    bool is_packed;
-    const GATE_TYPE* decay;  // at the value head, token 0
-    long long decay_token_stride;
+    const WORK_TYPE* value;
+    const GATE_TYPE* decay;
     const GATE_TYPE* beta;
-    long long beta_token_stride;
 };
 
-// Read, widen and reduce up to STAGE_TOKENS tokens from `first_token` on.
-__device__ __forceinline__ void fill_stage(
-    Stage& stage, const TokenInputs& inputs, long long first_token, int num_tokens) {
-    const int place = threadIdx.x / LANES_PER_TOKEN;
-    const int lane = threadIdx.x % LANES_PER_TOKEN;
-    const int first_row = lane % NUM_CHAINS * CHAIN_LENGTH;
-    // Lanes past the last token read it again: shuffles need the whole warp, and the copy is never used.
-    const long long token = first_token + (place < num_tokens ? place : num_tokens - 1);
-    const long long token_offset = token * inputs.token_stride;
-    const long long row_offset = token_offset + first_row * inputs.channel_stride;
-    float key[CHAIN_LENGTH];
-    float query[CHAIN_LENGTH];
-    load_run(inputs.key + row_offset, inputs.channel_stride, inputs.is_packed, key);
-    load_run(inputs.query + row_offset, inputs.channel_stride, inputs.is_packed, query);
-    const float decay = to_float(inputs.decay[token * inputs.decay_token_stride]);
-    const float beta = to_float(inputs.beta[token * inputs.beta_token_stride]);
+__device__ __forceinline__ int first_staged_row() { return static_cast<int>(threadIdx.x) % 32 * STAGED_ROWS; }
 
-    const float key_dot_key = add_across_lanes(chain_dot(key, key), 1, NUM_CHAINS);
-    const float query_dot_query = add_across_lanes(chain_dot(query, query), 1, NUM_CHAINS);
-    const float query_dot_key = add_across_lanes(chain_dot(query, key), 1, NUM_CHAINS);
-
-    #pragma unroll
-    for (int i = 0; i < CHAIN_LENGTH; ++i) {
-        stage.key[place][first_row + i] = key[i];
-        stage.query[place][first_row + i] = query[i];
-    }
-    for (int column = lane; column < TILE_COLUMNS; column += LANES_PER_TOKEN)
-        stage.value[place][column] = to_float(inputs.value[token_offset + column * inputs.channel_stride]);
-    if (lane == 0)
-        stage.scalars[place] = token_scalars(key_dot_key, query_dot_query, query_dot_key, decay, beta);
+__device__ __forceinline__ TokenInputs inputs_of(const TokenArrays& arrays, const TileWork& work) {
+    const int lane = threadIdx.x % 32 < STAGING_LANES ? threadIdx.x % 32 : 0;
+    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM +
+                                  static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + lane * STAGED_ROWS;
+    const long long key_dim = arrays.num_key_heads * KEY_HEAD_DIM;
+    const long long value_channel = 2 * key_dim + static_cast<long long>(work.value_head) * VALUE_HEAD_DIM +
+                                    work.tile_column + lane_place().first_column;
+    return {arrays.qkv_conv_output + key_channel * arrays.qkv_channel_stride,
+            arrays.qkv_conv_output + (key_dim + key_channel) * arrays.qkv_channel_stride,
+            arrays.qkv_conv_output + value_channel * arrays.qkv_channel_stride,
+            arrays.decay_per_token + work.value_head * arrays.decay_head_stride,
+            arrays.beta_per_token + work.value_head * arrays.beta_head_stride};
 }
 
-// Complete the sums of a thread's columns over all row groups of the block. `partial` holds one warp's sums
-// per tile column; callers alternate between two of them, which makes one barrier a token enough.
-__device__ __forceinline__ void add_across_row_groups(
-    StateSums (&sums)[COLUMNS_PER_LANE], StateSums (&partial)[NUM_WARPS][TILE_COLUMNS], int first_column) {
-    #pragma unroll
-    for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-        sums[column].memory = add_across_lanes(sums[column].memory, LANES_PER_ROW, WARP_GROUP_LANES);
-        sums[column].readout = add_across_lanes(sums[column].readout, LANES_PER_ROW, WARP_GROUP_LANES);
+// A token's inputs as they lie in memory.
+struct StoredToken {
+    Run<WORK_TYPE, STAGED_ROWS, IS_PACKED> key;
+    Run<WORK_TYPE, STAGED_ROWS, IS_PACKED> query;
+    Run<WORK_TYPE, COLUMNS_PER_LANE, IS_PACKED> value;
+    GATE_TYPE decay;
+    GATE_TYPE beta;
+
+    __device__ __forceinline__ void load(const TokenArrays& arrays, const TokenInputs& inputs, long long token) {
+        const long long offset = token * arrays.qkv_token_stride;
+        key.load(inputs.key + offset, arrays.qkv_channel_stride);
+        query.load(inputs.query + offset, arrays.qkv_channel_stride);
+        value.load(inputs.value + offset, arrays.qkv_channel_stride);
+        decay = inputs.decay[token * arrays.decay_token_stride];
+        beta = inputs.beta[token * arrays.beta_token_stride];
     }
-    if constexpr (NUM_WARPS > 1) {
-        if (threadIdx.x % 32 < LANES_PER_ROW) {
-            #pragma unroll
-            for (int column = 0; column < COLUMNS_PER_LANE; ++column)
-                partial[threadIdx.x / 32][first_column + column] = sums[column];
+};
+
+// The raw key and query of one token.
+struct StagedToken {
+    alignas(16) float key[KEY_HEAD_DIM];
+    alignas(16) float query[KEY_HEAD_DIM];
+};
+
+// Bring a token's key and query to the lanes of the warp. Callers alternate between two `staged`: a lane that writes one
+// again has met, at the barrier of the token between, all lanes that read it.
+__device__ __forceinline__ void stage_token(StagedToken& staged, const StoredToken& token) {
+    if (threadIdx.x % 32 < STAGING_LANES) {
+        const int first = static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + first_staged_row();
+        #pragma unroll
+        for (int i = 0; i < STAGED_ROWS; ++i) {
+            staged.key[first + i] = token.key[i];
+            staged.query[first + i] = token.query[i];
         }
+    }
+    __syncwarp();
+}
+
+// All that a token sums over the key head dimension, as far as a thread's rows go: key.key, query.query, query.key, an
+// unused place, then the memory of each column, then the readout of each column.
+constexpr int NUM_SUMS = 4 + 2 * COLUMNS_PER_LANE + (4 - 2 * COLUMNS_PER_LANE % 4) % 4;
+using TokenSums = float[NUM_SUMS];
+
+// What the warps of a block leave for each other: their part of every sum, by lane of a row.
+struct alignas(16) PartialSums {
+    float sums[NUM_WARPS][LANES_PER_ROW][NUM_SUMS];
+};
+
+// Complete the sums over all row groups of the block. Callers alternate between two `partial`, which makes one barrier a
+// token enough.
+__device__ __forceinline__ void add_across_row_groups(TokenSums& sums, PartialSums& partial) {
+    #pragma unroll
+    for (int i = 0; i < NUM_SUMS; ++i)
+        if (i != 3) sums[i] = add_across_lanes(sums[i], LANES_PER_ROW, WARP_GROUP_LANES);
+    if constexpr (NUM_WARPS > 1) {
+        const int lane_of_row = threadIdx.x % LANES_PER_ROW;
+        if (threadIdx.x % 32 < LANES_PER_ROW)
+            store_run<true>(partial.sums[threadIdx.x / 32][lane_of_row], 1, sums);
         __syncthreads();
         #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-            StateSums branches[NUM_WARPS];
+        for (int first = 0; first < NUM_SUMS; first += 4) {
+            Packed<float, 4> branches[NUM_WARPS];
             #pragma unroll
-            for (int warp = 0; warp < NUM_WARPS; ++warp) branches[warp] = partial[warp][first_column + column];
+            for (int warp = 0; warp < NUM_WARPS; ++warp)
+                branches[warp] = *reinterpret_cast<const Packed<float, 4>*>(&partial.sums[warp][lane_of_row][first]);
             #pragma unroll
             for (int distance = 1; distance < NUM_WARPS; distance *= 2)
                 #pragma unroll
                 for (int warp = 0; warp + distance < NUM_WARPS; warp += 2 * distance)
-                    branches[warp] = add(branches[warp], branches[warp + distance]);
-            sums[column] = branches[0];
+                    #pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        branches[warp].values[i] = __fadd_rn(branches[warp].values[i], branches[warp + distance].values[i]);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) sums[first + i] = branches[0].values[i];
         }
     }
-}
-
-__device__ __forceinline__ TokenInputs inputs_of(const TokenArrays& arrays, const TileWork& work) {
-    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM;
-    const long long key_dim = arrays.num_key_heads * KEY_HEAD_DIM;
-    const long long value_channel =
-        2 * key_dim + static_cast<long long>(work.value_head) * VALUE_HEAD_DIM + work.tile_column;
-    return {arrays.qkv_conv_output + key_channel * arrays.qkv_channel_stride,
-            arrays.qkv_conv_output + (key_dim + key_channel) * arrays.qkv_channel_stride,
-            arrays.qkv_conv_output + value_channel * arrays.qkv_channel_stride,
-            arrays.qkv_token_stride,
-            arrays.qkv_channel_stride,
-            arrays.qkv_is_packed,
-            arrays.decay_per_token + work.value_head * arrays.decay_head_stride,
-            arrays.decay_token_stride,
-            arrays.beta_per_token + work.value_head * arrays.beta_head_stride,
-            arrays.beta_token_stride};
 }
 
 // For kernels that keep no records.
@@ -163,46 +168,62 @@ struct NoRecords {
     __device__ __forceinline__ void token(long long, const float*, const float (&)[COLUMNS_PER_LANE], float) const {}
 };
 
-// Run the tokens [rows.begin, rows.end) from `state` on: writes their readout, leaves the last state in `state`.
-// After each token `records.token(token, key, delta, decay)` is told what the token did to the state: the raw key
-// (all of it, shared by the block), the thread's delta factors, and the decay.
+// Run the tokens [rows.begin, rows.end), at least one, from the state in the pool on: writes their readout, leaves the
+// last state in `state`. After each token `records.token(token, key, delta, decay)` is told what it did to the state:
+// the raw key at the thread's rows, the delta factors of its columns, the decay.
 template <typename Records>
 __device__ __forceinline__ void run_tokens(
-    const TokenArrays& arrays, const TileWork& work, const RowRange& rows, LaneState& state, const Records& records) {
-    __shared__ Stage stage;
-    __shared__ StateSums partial[2][NUM_WARPS][TILE_COLUMNS];
-    const LanePlace lane = lane_place();
+    const TokenArrays& arrays, const TileWork& work, const RowRange& rows, const STATE_TYPE* pool,
+    LaneState& state, const Records& records) {
+    __shared__ PartialSums partial[2];
+    __shared__ StagedToken staged[2];
     const TokenInputs inputs = inputs_of(arrays, work);
     const long long first_channel =
-        static_cast<long long>(work.value_head) * VALUE_HEAD_DIM + work.tile_column + lane.first_column;
+        static_cast<long long>(work.value_head) * VALUE_HEAD_DIM + work.tile_column + lane_place().first_column;
     OUT_TYPE* const lane_out = arrays.out + first_channel * arrays.out_channel_stride;
 
-    for (long long first_token = rows.begin; first_token < rows.end; first_token += STAGE_TOKENS) {
-        const int num_tokens =
-            static_cast<int>(rows.end - first_token < STAGE_TOKENS ? rows.end - first_token : STAGE_TOKENS);
-        fill_stage(stage, inputs, first_token, num_tokens);
-        __syncthreads();
-        for (int place = 0; place < num_tokens; ++place) {
-            const float* const key = stage.key[place] + lane.first_row;
-            const TokenScalars scalars = stage.scalars[place];
-            StateSums sums[COLUMNS_PER_LANE];
-            thread_sums<CHAINS_PER_LANE, 0>(state, key, stage.query[place] + lane.first_row, sums);
-            add_across_row_groups(sums, partial[place % 2], lane.first_column);
+    // Every load is under way before the first value is used.
+    StoredState stored_state;
+    stored_state.load(pool);
+    StoredToken next;
+    next.load(arrays, inputs, rows.begin);
+    stored_state.widen(state);
 
-            float delta[COLUMNS_PER_LANE];
-            float readout[COLUMNS_PER_LANE];
-            #pragma unroll
-            for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-                delta[column] =
-                    delta_factor(scalars, sums[column].memory, stage.value[place][lane.first_column + column]);
-                readout[column] = token_readout(scalars, sums[column].readout, delta[column]);
-            }
-            if (threadIdx.x < LANES_PER_ROW)
-                store_run(lane_out + (first_token + place) * arrays.out_token_stride, arrays.out_channel_stride,
-                          arrays.out_is_packed, readout);
-            records.token(first_token + place, stage.key[place], delta, scalars.decay);
-            update_state(state, key, delta, scalars.decay);
+    for (long long token = rows.begin; token < rows.end; ++token) {
+        const StoredToken current = next;
+        if (token + 1 < rows.end) next.load(arrays, inputs, token + 1);
+        stage_token(staged[token % 2], current);
+        const float* const key = staged[token % 2].key + lane_place().first_row;
+        const float* const query = staged[token % 2].query + lane_place().first_row;
+
+        TokenSums sums;
+        sums[0] = thread_dot<CHAINS_PER_LANE>(key, key);
+        sums[1] = thread_dot<CHAINS_PER_LANE>(query, query);
+        sums[2] = thread_dot<CHAINS_PER_LANE>(query, key);
+        sums[3] = 0.0f;
+        float memory[COLUMNS_PER_LANE];
+        float readout[COLUMNS_PER_LANE];
+        thread_sums<CHAINS_PER_LANE>(state, key, query, memory, readout);
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
+            sums[4 + column] = memory[column];
+            sums[4 + COLUMNS_PER_LANE + column] = readout[column];
         }
-        __syncthreads();  // the next stage overwrites keys that slower warps may still read
+        #pragma unroll
+        for (int i = 4 + 2 * COLUMNS_PER_LANE; i < NUM_SUMS; ++i) sums[i] = 0.0f;
+        add_across_row_groups(sums, partial[token % 2]);
+
+        const float decay = to_float(current.decay);
+        const TokenScalars scalars = token_scalars(sums[0], sums[1], sums[2], decay, to_float(current.beta));
+        float delta[COLUMNS_PER_LANE];
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
+            delta[column] = delta_factor(scalars, sums[4 + column], current.value[column]);
+            readout[column] = token_readout(scalars, sums[4 + COLUMNS_PER_LANE + column], delta[column]);
+        }
+        if (threadIdx.x < LANES_PER_ROW)
+            store_run<IS_PACKED>(lane_out + token * arrays.out_token_stride, arrays.out_channel_stride, readout);
+        records.token(token, staged[token % 2].key, delta, decay);
+        update_state(state, key, delta, decay);
     }
 }

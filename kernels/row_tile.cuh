@@ -19,6 +19,7 @@ constexpr int NUM_THREADS = WORKING_THREADS < 32 ? 32 : WORKING_THREADS;
 constexpr int NUM_WARPS = NUM_THREADS / 32;
 constexpr int ROWS_PER_LANE = KEY_HEAD_DIM / ROW_GROUPS;
 constexpr int CHAINS_PER_LANE = NUM_CHAINS / ROW_GROUPS;
+constexpr int WARP_ROWS = KEY_HEAD_DIM / NUM_WARPS;  // of the state, held by one warp
 constexpr int WARP_GROUP_LANES = WORKING_THREADS < 32 ? WORKING_THREADS : 32;
 
 static_assert(VALUE_HEAD_DIM % TILE_COLUMNS == 0, "a tile must divide VALUE_HEAD_DIM");
@@ -29,18 +30,28 @@ static_assert((ROW_GROUPS & (ROW_GROUPS - 1)) == 0, "ROW_GROUPS must be a power 
 // A thread's share of the state.
 using LaneState = float[ROWS_PER_LANE][COLUMNS_PER_LANE];
 
-// Read or write a thread's share of a head's state, given the pool at its first element.
-__device__ __forceinline__ void load_state(LaneState& state, const STATE_TYPE* first, bool is_packed) {
-    #pragma unroll
-    for (int row = 0; row < ROWS_PER_LANE; ++row)
-        load_run(first + row * VALUE_HEAD_DIM, 1, is_packed, state[row]);
-}
+// A thread's share of the state as it lies in the pool, at `first`, the thread's first element.
+struct StoredState {
+    Run<STATE_TYPE, COLUMNS_PER_LANE, IS_PACKED> rows[ROWS_PER_LANE];
 
-__device__ __forceinline__ void store_state(const LaneState& state, STATE_TYPE* first, bool is_packed) {
+    __device__ __forceinline__ void load(const STATE_TYPE* first) {
+        #pragma unroll
+        for (int row = 0; row < ROWS_PER_LANE; ++row) rows[row].load(first + row * VALUE_HEAD_DIM, 1);
+    }
+
+    __device__ __forceinline__ void widen(LaneState& state) const {
+        #pragma unroll
+        for (int row = 0; row < ROWS_PER_LANE; ++row)
+            #pragma unroll
+            for (int column = 0; column < COLUMNS_PER_LANE; ++column) state[row][column] = rows[row][column];
+    }
+};
+
+__device__ __forceinline__ void store_state(const LaneState& state, STATE_TYPE* first) {
     if (threadIdx.x >= WORKING_THREADS) return;
     #pragma unroll
     for (int row = 0; row < ROWS_PER_LANE; ++row)
-        store_run(first + row * VALUE_HEAD_DIM, 1, is_packed, state[row]);
+        store_run<IS_PACKED>(first + row * VALUE_HEAD_DIM, 1, state[row]);
 }
 
 // Where the calling thread's share lies within its head and tile.
@@ -65,7 +76,8 @@ __device__ __forceinline__ STATE_TYPE* lane_state(
 
 // A token's effect on the state of a lane.
 __device__ __forceinline__ void update_state(
-    LaneState& state, const float* key, const float (&delta)[COLUMNS_PER_LANE], float decay) {
+    LaneState& state, const float* key, const float (&delta)[COLUMNS_PER_LANE],
+    float decay) {
     #pragma unroll
     for (int row = 0; row < ROWS_PER_LANE; ++row)
         #pragma unroll

@@ -1,7 +1,8 @@
 """Every kernel variant compiles for every architecture with no register spilled, on a machine without a GPU.
 
-The default run takes a set that covers head sizes, types and architectures; `pytest --exhaustive` takes all
-pairs of head sizes with all types, and every thread map of the common sizes.
+The default run takes a set that covers head sizes, types and architectures; `pytest --exhaustive` takes every key head
+size with every thread map that its value head sizes make an op pick, and every thread map of the common sizes. Variants
+that differ in VALUE_HEAD_DIM alone count as one: it matters to a thread through its map only.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import pytest
 from gdn.arrays import DTYPES, describe
 from gdn.backends import cuda, row_tile
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
+from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
+from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile
 from gdn.errors import KernelCompileError
 from gdn.models import MODELS
 from gdn.recurrence import recurrence_inputs
+from gdn.ring import fold_inputs, verify_inputs
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 FLOATS = ("float32", "bfloat16", "float16")
@@ -35,6 +39,8 @@ COMMON_SIZES = tuple(
         ]
     )
 )
+RING_SIZES = ((32, 32), (64, 64), (128, 128), (96, 192), (256, 256), (128, 64))
+RING_LENS = (1, 4, 8, 64)
 
 
 def _no_nvrtc() -> str | None:
@@ -51,6 +57,10 @@ def _no_nvrtc() -> str | None:
 pytestmark = pytest.mark.skipif(_no_nvrtc() is not None, reason=str(_no_nvrtc()))
 
 
+def shape_of(shape: tuple[int, ...], dtype: str) -> SimpleNamespace:
+    return SimpleNamespace(shape=shape, dtype=DTYPES[dtype])
+
+
 def variant_of(
     sizes: tuple[int, int],
     work_dtype: str,
@@ -59,21 +69,52 @@ def variant_of(
     gate_dtype: str = "float32",
     out_dtype: str | None = None,
     tile: RowTile | None = None,
+    batch_size: int = 100,
+    ring: SimpleNamespace | None = None,
 ) -> Variant:
-    """The variant of a call with these head sizes and types, made from shapes alone."""
+    """The variant of a call with these head sizes and types, made from shapes alone; two value heads a sequence.
+
+    That of the forward op, with a ring that of the verify.
+    """
     key_head_dim, value_head_dim = sizes
-    qkv, gate, state, slots, offsets = (
-        SimpleNamespace(shape=shape, dtype=DTYPES[dtype])
-        for shape, dtype in (
-            ((4, 2 * key_head_dim + 2 * value_head_dim), work_dtype),
-            ((4, 2), gate_dtype),
-            ((3, 2, key_head_dim, value_head_dim), state_dtype),
-            ((1,), "uint32"),
-            ((2,), "uint32"),
-        )
+    gate, table = shape_of((4, 2), gate_dtype), shape_of((batch_size,), "uint32")
+    inputs = recurrence_inputs(
+        describe,
+        shape_of((4, 2 * key_head_dim + 2 * value_head_dim), work_dtype),
+        *(gate, gate),
+        shape_of((3, 2, key_head_dim, value_head_dim), state_dtype),
+        *(table, shape_of((batch_size + 1,), "uint32")),
     )
-    inputs = recurrence_inputs(describe, qkv, gate, gate, state, slots, offsets)
-    return fwd_kernel.variant(inputs, out_dtype or work_dtype, tile or recurrence_launch.row_tile(inputs))
+    out = describe("out", shape_of((4, 2 * value_head_dim), out_dtype or work_dtype))
+    tile = tile or recurrence_launch.row_tile(inputs)
+    if ring is not None:
+        return verify_kernel.variant(verify_inputs(describe, inputs, ring, table), out, tile)
+    return fwd_kernel.variant(inputs, out, tile)
+
+
+def ring_variants(
+    sizes: tuple[int, int], state_dtype: str, ring_dtype: str, ring_len: int, batch_size: int
+) -> tuple[Variant, Variant]:
+    """The variants of a verify and of a fold. Records are aligned where RING_LEN is even."""
+    key_head_dim, value_head_dim = sizes
+    record_stride = key_head_dim + 2 * (value_head_dim + 1) + (6 if ring_len % 2 == 0 else 1)
+    ring = shape_of((3, 1, ring_len, record_stride), ring_dtype)
+    table, counts = shape_of((1, batch_size), "uint32"), shape_of((batch_size,), "uint32")
+    pool = shape_of((3, 2, key_head_dim, value_head_dim), state_dtype)
+    fold = fold_inputs(describe, pool, table, ring, table, counts)
+    return (
+        variant_of(sizes, state_dtype, state_dtype, batch_size=batch_size, ring=ring),
+        fold_kernel.variant(fold, fold_kernel.row_tile(fold)),
+    )
+
+
+def distinct(variants: Iterable[Variant]) -> list[Variant]:
+    """One of each set of variants that differ in VALUE_HEAD_DIM alone."""
+
+    def key(variant: Variant) -> tuple[object, ...]:
+        return variant.kernel.stem, *(macro for macro in variant.macros if macro[0] != "VALUE_HEAD_DIM")
+
+    return list({key(variant): variant for variant in variants}.values())
 
 
 def usable(architecture: str, variants: Iterable[Variant]) -> Iterator[str]:
@@ -97,36 +138,61 @@ def usable(architecture: str, variants: Iterable[Variant]) -> Iterator[str]:
 Group = tuple[str, str, list[Variant]]
 
 
+def spread(name: str, variants: Iterable[Variant]) -> Iterator[Group]:
+    """Each of the variants on one architecture, in turn."""
+    variants = distinct(variants)
+    for place, architecture in enumerate(ARCHITECTURES):
+        yield name, architecture, variants[place :: len(ARCHITECTURES)]
+
+
 def covering_groups() -> Iterator[Group]:
     """Every key head size with both widths of pool; common sizes with all types, spread over architectures."""
     for key_head_dim in HEAD_DIMS:
         sizes = (key_head_dim, 8 + (key_head_dim + 120) % 256)
-        yield f"KEY_HEAD_DIM {key_head_dim}", "sm_90", [variant_of(sizes, pool, pool) for pool in FLOATS[:2]]
-    spread = {architecture: [] for architecture in ARCHITECTURES}
-    architectures = cycle(ARCHITECTURES)
-    for sizes in COMMON_SIZES:
-        for work_dtype, state_dtype in product(FLOATS, FLOATS):
-            spread[next(architectures)].append(variant_of(sizes, work_dtype, state_dtype))
+        variants = [
+            variant_of(sizes, pool, pool, batch_size=few_or_many) for pool in FLOATS[:2] for few_or_many in (1, 100)
+        ]
+        yield f"KEY_HEAD_DIM {key_head_dim}", "sm_90", distinct(variants)
+    common = [
+        variant_of(sizes, work_dtype, state_dtype)
+        for sizes, work_dtype, state_dtype in product(COMMON_SIZES, FLOATS, FLOATS)
+    ]
     for work_dtype in FLOATS[1:]:  # the types that the loops above left at their defaults
-        spread[next(architectures)].append(variant_of((128, 128), work_dtype, "float32", gate_dtype=work_dtype))
-        spread[next(architectures)].append(variant_of((128, 128), work_dtype, work_dtype, out_dtype="float32"))
-    for architecture, variants in spread.items():
-        yield "common sizes", architecture, variants
+        common.append(variant_of((128, 128), work_dtype, "float32", gate_dtype=work_dtype))
+        common.append(variant_of((128, 128), work_dtype, work_dtype, out_dtype="float32"))
+    yield from spread("common sizes", common)
+    # Types in turn: every size with every ring length, every pair of types more than once.
+    types = cycle(product(FLOATS, FLOATS))
+    yield from ring_groups(
+        (sizes, *next(types), ring_len, 1 if ring_len == 4 else 100)
+        for sizes, ring_len in product(RING_SIZES, RING_LENS)
+    )
+
+
+def ring_groups(calls: Iterable[tuple[tuple[int, int], str, str, int, int]]) -> Iterator[Group]:
+    """The verifies and the folds of `calls`, each spread over architectures."""
+    verifies, folds = zip(*(ring_variants(*call) for call in calls), strict=True)
+    yield from spread("verify", verifies)
+    yield from spread("fold", folds)
 
 
 def all_groups() -> Iterator[Group]:
-    """Every pair of head sizes with all types, every thread map of the common sizes, on every architecture."""
+    """Every key head size on every architecture; every thread map of the common sizes, spread over architectures."""
     for architecture, key_head_dim in product(ARCHITECTURES, HEAD_DIMS):
-        sizes = [(key_head_dim, value_head_dim) for value_head_dim in HEAD_DIMS]
-        variants = [variant_of(*combination) for combination in product(sizes, FLOATS, FLOATS)]
+        variants = distinct(
+            variant_of((key_head_dim, value_head_dim), *types, batch_size=few_or_many)
+            for value_head_dim, types, few_or_many in product(HEAD_DIMS, product(FLOATS[:2], repeat=2), (1, 100))
+        )
         yield f"KEY_HEAD_DIM {key_head_dim}", architecture, variants
-    for architecture, sizes in product(ARCHITECTURES, COMMON_SIZES):
+    for key_head_dim in sorted({size for size, _ in COMMON_SIZES}):
         variants = [
             variant_of(sizes, work_dtype, state_dtype, tile=tile)
-            for work_dtype, state_dtype in product(FLOATS[:2], FLOATS[:2])
+            for sizes, work_dtype, state_dtype in product(COMMON_SIZES, FLOATS[:2], FLOATS[:2])
+            if sizes[0] == key_head_dim
             for tile in row_tile.row_tiles(*sizes, DTYPES[state_dtype].itemsize)
         ]
-        yield f"thread maps of {sizes}", architecture, variants
+        yield from spread(f"thread maps of KEY_HEAD_DIM {key_head_dim}", variants)
+    yield from ring_groups(product(RING_SIZES, FLOATS, FLOATS, RING_LENS, (1, 100)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -168,4 +234,23 @@ def test_the_covering_set_covers() -> None:
     assert {architecture for architecture, _ in macros} == set(ARCHITECTURES)
     assert {int(each["KEY_HEAD_DIM"]) for _, each in macros} == set(HEAD_DIMS)
     for pair in product(("float", "bfloat16", "float16"), repeat=2):
-        assert pair in {(each["WORK_TYPE"], each["STATE_TYPE"]) for _, each in macros}
+        assert pair in {(each["WORK_TYPE"], each["STATE_TYPE"]) for _, each in macros if "WORK_TYPE" in each}
+
+
+def test_the_covering_set_covers_the_ring() -> None:
+    for kernel in ("verify", "fold"):
+        groups = [group for group in covering_groups() if group[0] == kernel]
+        macros = [(architecture, dict(variant.macros)) for _, architecture, group in groups for variant in group]
+        assert {architecture for architecture, _ in macros} == set(ARCHITECTURES)
+        assert {int(each["KEY_HEAD_DIM"]) for _, each in macros} == {size for size, _ in RING_SIZES}
+        assert {int(each["RING_LEN"]) for _, each in macros} == set(RING_LENS)
+        pairs = {(each["STATE_TYPE"], each["RING_TYPE"]) for _, each in macros}
+        assert pairs == set(product(("float", "bfloat16", "float16"), repeat=2))
+
+
+def test_variants_of_one_thread_map_count_once() -> None:
+    wide, wider = (variant_of((64, dim), "float32", "float32") for dim in (64, 128))
+    assert wide != wider
+    assert distinct([wide, wider]) == [wider]
+    narrow = variant_of((64, 8), "float32", "float32")
+    assert len(distinct([wide, narrow, variant_of((64, 64), "bfloat16", "float32")])) == 3

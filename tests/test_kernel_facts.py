@@ -61,7 +61,8 @@ def test_every_macro_is_used_and_explained() -> None:
     six = [SimpleNamespace(shape=shape, dtype=DTYPES[name]) for shape, name in zip(shapes, types, strict=True)]
     inputs = recurrence_inputs(describe, *six)
     source = launch.source("gated_delta_recurrence_fwd.cu")
-    for name, _ in fwd_kernel.variant(inputs, "float32", recurrence_launch.row_tile(inputs)).macros:
+    out = describe("out", SimpleNamespace(shape=(4, 16), dtype=DTYPES["float32"]))
+    for name, _ in fwd_kernel.variant(inputs, out, recurrence_launch.row_tile(inputs)).macros:
         assert re.search(rf"^// .*\b{name}\b", source, re.MULTILINE), name
         assert re.search(rf"^(?!//).*\b{name}\b", source, re.MULTILINE), name
 

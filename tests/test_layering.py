@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.ring": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.recurrence"),
     "gdn.indices": ("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence", "gdn.ring"),
     "gdn.backends.cache": (),
-    "gdn.backends.row_tile": (),
+    "gdn.backends.row_tile": ("gdn.errors", "gdn.geometry"),
     "gdn.backends.launch": ("gdn.errors",),
     "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
     "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),

@@ -130,6 +130,7 @@ def test_the_first_call_equals_the_tenth(backend: str) -> None:
     """Field cases 21, 22: lengths [1, 0, 63, 13], all other slots NaN, new arrays NaN."""
     arrays = build_arrays(RecurrenceCase("repeated", SMALL, (1, 0, 63, 13), spare_slots=3))
     used = arrays.slot_idx[[0, 2, 3]]
+    arrays.recurrent_state[np.setdiff1d(np.arange(7), used)] = np.nan
     first_out, first_pool = run_without_out(backend, arrays)
     assert np.isfinite(first_out).all()
     assert np.isfinite(first_pool[used]).all()

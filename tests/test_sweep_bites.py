@@ -12,6 +12,7 @@ import pytest
 from gdn import ops
 from gdn.backends import host
 from gdn.backends import numpy as numpy_backend
+from gdn.backends.row_tile import default_row_tile, forced_row_tile
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RECURRENCE_CASES, RecurrenceCase, build_arrays
 from gdn.testing.checks import against_oracle, reference_of, subject
@@ -64,16 +65,16 @@ BROKEN_ARITHMETIC = {
         ("const WORK_TYPE* key;", "const WORK_TYPE* query;"),
         ("const WORK_TYPE* other;", "const WORK_TYPE* key;"),
     ),
-    "last token of a stage skipped": (
+    "last token of a long row skipped": (
         TOKENS,
-        ("place < num_tokens; ++place", "place < num_tokens - (num_tokens == STAGE_TOKENS); ++place"),
+        ("token < rows.end; ++token", "token < rows.end - (rows.end - rows.begin > 9); ++token"),
     ),
     "state not stored": (TILE, ("if (threadIdx.x >= WORKING_THREADS) return;", "return;")),
     "stored to the next slot": (
         KERNEL,
         (
-            "store_state(state, pool,",
-            "store_state(state, pool + ((slot + 1) % max_slots - slot) * state_slot_stride,",
+            "store_state(state, pool)",
+            "store_state(state, pool + ((slot + 1) % max_slots - slot) * state_slot_stride)",
         ),
     ),
     "rows left as they were": (ROWS, ("owned[threadIdx.x] = 0;", "owned[threadIdx.x] = ~0u;")),
@@ -94,11 +95,13 @@ def test_an_empty_sequence_whose_slot_is_stored_again(edit: Callable[..., None])
     if (rows.begin >= rows.end) {
         STATE_TYPE* const idle =
             lane_state(recurrent_state, slot, state_slot_stride, work.value_head, work.tile_column);
+        StoredState stored;
+        stored.load(idle);
         LaneState halved;
-        load_state(halved, idle, false);
+        stored.widen(halved);
         for (int row = 0; row < ROWS_PER_LANE; ++row)
             for (int column = 0; column < COLUMNS_PER_LANE; ++column) halved[row][column] *= 0.5f;
-        return store_state(halved, idle, false);
+        return store_state(halved, idle);
     }"""
     edit(KERNEL, ("if (slot < 0 || rows.begin >= rows.end) return;", stored_again))
     assert "untouched" in failed_checks(sweep(RECURRENCE_CASES["empty_sequences"], "host"))
@@ -134,32 +137,28 @@ def test_a_reduction_tree_that_depends_on_the_thread_map(edit: Callable[..., Non
 
 
 def test_sums_that_depend_on_where_a_call_began(edit: Callable[..., None]) -> None:
-    """Other bits from the second stage of a row on: right to the tolerance, wrong when a row is split."""
-    sums = "thread_sums<CHAINS_PER_LANE, 0>(state, key, stage.query[place] + lane.first_row, sums);"
-    edit(TOKENS, (sums, f"{sums} if (first_token > rows.begin) sums[0].memory *= 1.0f + 2e-7f;"))
+    """Other bits from the fifth token of a call on: right to the tolerance, wrong when a row is split."""
+    sums = "thread_sums<CHAINS_PER_LANE>(state, key, query, memory, readout);"
+    edit(TOKENS, (sums, f"{sums} if (token >= rows.begin + 4) memory[0] *= 1.0f + 2e-7f;"))
     assert failed_checks(sweep(PLAIN, "host")) == {"E4"}
 
 
 def test_sums_that_depend_on_the_place_in_the_batch(edit: Callable[..., None]) -> None:
-    sums = "thread_sums<CHAINS_PER_LANE, 0>(state, key, stage.query[place] + lane.first_row, sums);"
-    edit(TOKENS, (sums, f"{sums} if (work.sequence > 0) sums[0].memory *= 1.0f + 2e-7f;"))
+    sums = "thread_sums<CHAINS_PER_LANE>(state, key, query, memory, readout);"
+    edit(TOKENS, (sums, f"{sums} if (work.sequence > 0) memory[0] *= 1.0f + 2e-7f;"))
     assert failed_checks(sweep(PLAIN, "host")) == {"E3"}
 
 
 def test_sums_that_depend_on_the_heads_beside_them(edit: Callable[..., None]) -> None:
-    sums = "thread_sums<CHAINS_PER_LANE, 0>(state, key, stage.query[place] + lane.first_row, sums);"
-    edit(TOKENS, (sums, f"{sums} if (arrays.num_key_heads > 1) sums[0].memory *= 1.0f + 2e-7f;"))
+    sums = "thread_sums<CHAINS_PER_LANE>(state, key, query, memory, readout);"
+    edit(TOKENS, (sums, f"{sums} if (arrays.num_key_heads > 1) memory[0] *= 1.0f + 2e-7f;"))
     assert failed_checks(sweep(PLAIN, "host")) == {"E7"}
 
 
 @pytest.mark.parametrize(
     "barrier",
-    [
-        ("num_tokens);\n        __syncthreads();", "num_tokens);"),
-        ("        }\n        __syncthreads();\n        #pragma unroll", "        }\n        #pragma unroll"),
-        ("__syncthreads();  // the next stage", "// the next stage"),
-    ],
-    ids=["after filling a stage", "between warps", "before the next stage"],
+    [("    __syncwarp();\n}", "}"), ("        __syncthreads();\n        #pragma unroll", "        #pragma unroll")],
+    ids=["after staging a token", "between warps"],
 )
 def test_a_missing_barrier(barrier: tuple[str, str], edit: Callable[..., None]) -> None:
     edit(TOKENS, barrier)
@@ -168,7 +167,7 @@ def test_a_missing_barrier(barrier: tuple[str, str], edit: Callable[..., None]) 
     reference = reference_of(arrays)
     found = []
     for seed in range(1, 5):
-        with host.options(order_seed=seed):
+        with host.options(order_seed=seed), forced_row_tile(default_row_tile(64, 64, 4)):
             found += against_oracle(subject(case, "host", arrays, reference))
     assert not all(found)
 

@@ -11,15 +11,15 @@ from gdn.recurrence import RecurrenceInputs
 KERNEL = Kernel("gated_delta_recurrence_fwd", recurrence.PARAMETERS)
 
 
-def variant(inputs: RecurrenceInputs, out_dtype: str, tile: RowTile) -> Variant:
+def variant(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Variant:
     """The compile-time constants for these inputs."""
-    return Variant(KERNEL, recurrence.macros(inputs, out_dtype, tile))
+    return Variant(KERNEL, recurrence.macros(inputs, out, tile))
 
 
 def launch(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Launch:
     """The complete launch; index values are not looked at."""
     return Launch(
-        variant(inputs, out.dtype, tile),
+        variant(inputs, out, tile),
         recurrence.num_blocks(inputs, tile),
         tile.threads,
         recurrence.arguments(inputs, out),

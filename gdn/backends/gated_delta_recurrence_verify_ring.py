@@ -15,21 +15,26 @@ KERNEL = Kernel(
         ("ring", "pointer"),
         ("ring_rows", "int64"),
         ("record_stride", "int64"),
-        ("ring_is_packed", "int64"),
         ("ring_slot_idx", "pointer"),
         ("ring_slot_idx_stride", "int64"),
     ),
 )
 
 
-def variant(inputs: VerifyInputs, out_dtype: str, tile: RowTile) -> Variant:
+def records_are_packed(ring: Argument) -> bool:
+    """Whether every record of a ring starts on a 16-byte boundary."""
+    return ring.pointer % 16 == 0 and ring.shape[3] * ring.itemsize % 16 == 0
+
+
+def variant(inputs: VerifyInputs, out: Argument, tile: RowTile) -> Variant:
     """The compile-time constants for these inputs."""
     return Variant(
         KERNEL,
         (
-            *recurrence.macros(inputs.recurrence, out_dtype, tile),
+            *recurrence.macros(inputs.recurrence, out, tile),
             ("RING_LEN", str(ring_len(inputs.ring))),
             ("RING_TYPE", KERNEL_TYPE[inputs.ring.dtype]),
+            ("RING_IS_PACKED", str(records_are_packed(inputs.ring)).lower()),
         ),
     )
 
@@ -38,14 +43,13 @@ def launch(inputs: VerifyInputs, out: Argument, tile: RowTile) -> Launch:
     """The complete launch; index values are not looked at."""
     ring, rows = inputs.ring, inputs.ring_slot_idx
     ring_rows, _, _, record_stride = ring.shape
-    records_are_packed = ring.pointer % 16 == 0 and record_stride * ring.itemsize % 16 == 0
     return Launch(
-        variant(inputs, out.dtype, tile),
+        variant(inputs, out, tile),
         recurrence.num_blocks(inputs.recurrence, tile),
         tile.threads,
         (
             *recurrence.arguments(inputs.recurrence, out),
-            *(ring.pointer, ring_rows, record_stride, int(records_are_packed)),
+            *(ring.pointer, ring_rows, record_stride),
             *(rows.pointer, *rows.strides),
         ),
     )

@@ -13,7 +13,6 @@ KERNEL = Kernel(
     (
         ("recurrent_state", "pointer"),
         ("state_slot_stride", "int64"),
-        ("state_is_packed", "int64"),
         ("max_slots", "int64"),
         ("row_ids", "pointer"),
         ("row_ids_layer_stride", "int64"),
@@ -35,8 +34,8 @@ KERNEL = Kernel(
 
 def row_tile(inputs: FoldInputs) -> RowTile:
     """The thread map for these inputs."""
-    geometry = inputs.geometry
-    return row_tile_for(geometry.key_head_dim, geometry.value_head_dim, inputs.recurrent_state.itemsize)
+    num_heads = inputs.num_layers * inputs.batch_size * inputs.geometry.num_value_heads
+    return row_tile_for(inputs.geometry, inputs.recurrent_state.itemsize, num_heads)
 
 
 def num_blocks(inputs: FoldInputs, tile: RowTile) -> int:
@@ -60,6 +59,7 @@ def variant(inputs: FoldInputs, tile: RowTile) -> Variant:
             ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),
             ("RING_LEN", str(ring_len(inputs.ring))),
             ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
+            ("IS_PACKED", str(pool_is_packed(inputs.recurrent_state)).lower()),
             ("RING_TYPE", KERNEL_TYPE[inputs.ring.dtype]),
             *tile.macros(geometry.key_head_dim),
         ),
@@ -74,7 +74,7 @@ def launch(inputs: FoldInputs, tile: RowTile) -> Launch:
         num_blocks(inputs, tile),
         tile.threads,
         (
-            *(state.pointer, state.strides[0], int(pool_is_packed(state)), state.shape[0]),
+            *(state.pointer, state.strides[0], state.shape[0]),
             *(inputs.row_ids.pointer, *inputs.row_ids.strides),
             *(ring.pointer, ring.shape[0], ring.shape[3]),
             *(inputs.ring_row_ids.pointer, *inputs.ring_row_ids.strides),

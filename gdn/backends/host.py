@@ -52,7 +52,7 @@ _OPTIONAL_FLAGS = (
     ("-Werror=frame-larger-than=49152",),
     ("-Wframe-larger-than=49152", "-Werror=frame-larger-than"),
 )
-_PLAIN_FLAGS = ("-O2",)
+_PLAIN_FLAGS = ("-O1",)
 _SANITIZER_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 _MESSAGE_BYTES = 512
 _MAX_OUTPUT_LINES = 60

@@ -16,7 +16,6 @@ PARAMETERS = (
     ("qkv_conv_output", "pointer"),
     ("qkv_token_stride", "int64"),
     ("qkv_channel_stride", "int64"),
-    ("qkv_is_packed", "int64"),
     ("decay_per_token", "pointer"),
     ("decay_token_stride", "int64"),
     ("decay_head_stride", "int64"),
@@ -25,7 +24,6 @@ PARAMETERS = (
     ("beta_head_stride", "int64"),
     ("recurrent_state", "pointer"),
     ("state_slot_stride", "int64"),
-    ("state_is_packed", "int64"),
     ("slot_idx", "pointer"),
     ("slot_idx_stride", "int64"),
     ("input_row_offsets", "pointer"),
@@ -34,7 +32,6 @@ PARAMETERS = (
     ("out", "pointer"),
     ("out_token_stride", "int64"),
     ("out_channel_stride", "int64"),
-    ("out_is_packed", "int64"),
     ("batch_size", "int64"),
     ("total_seq_len", "int64"),
     ("max_slots", "int64"),
@@ -45,8 +42,8 @@ PARAMETERS = (
 
 def row_tile(inputs: RecurrenceInputs) -> RowTile:
     """The thread map for these inputs."""
-    geometry = inputs.geometry
-    return row_tile_for(geometry.key_head_dim, geometry.value_head_dim, inputs.recurrent_state.itemsize)
+    num_heads = inputs.batch_size * inputs.geometry.num_value_heads
+    return row_tile_for(inputs.geometry, inputs.recurrent_state.itemsize, num_heads)
 
 
 def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
@@ -60,7 +57,7 @@ def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
     return recurrence + clearing
 
 
-def macros(inputs: RecurrenceInputs, out_dtype: str, tile: RowTile) -> tuple[tuple[str, str], ...]:
+def macros(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> tuple[tuple[str, str], ...]:
     """The compile-time constants for these inputs."""
     geometry = inputs.geometry
     return (
@@ -69,9 +66,15 @@ def macros(inputs: RecurrenceInputs, out_dtype: str, tile: RowTile) -> tuple[tup
         ("WORK_TYPE", KERNEL_TYPE[inputs.qkv_conv_output.dtype]),
         ("GATE_TYPE", KERNEL_TYPE[inputs.decay_per_token.dtype]),
         ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
-        ("OUT_TYPE", KERNEL_TYPE[out_dtype]),
+        ("OUT_TYPE", KERNEL_TYPE[out.dtype]),
+        ("IS_PACKED", str(is_packed(inputs, out)).lower()),
         *tile.macros(geometry.key_head_dim),
     )
+
+
+def is_packed(inputs: RecurrenceInputs, out: Argument) -> bool:
+    """Whether queries, keys, values, states and readout allow the kernels' widest accesses."""
+    return inputs.qkv_conv_output.rows_are_packed() and pool_is_packed(inputs.recurrent_state) and out.rows_are_packed()
 
 
 def pool_is_packed(pool: Argument) -> bool:
@@ -85,13 +88,13 @@ def arguments(inputs: RecurrenceInputs, out: Argument) -> tuple[int, ...]:
     decay, beta = inputs.decay_per_token, inputs.beta_per_token
     slots, offsets = inputs.slot_idx, inputs.input_row_offsets
     return (
-        *(qkv.pointer, *qkv.strides, int(qkv.rows_are_packed())),
+        *(qkv.pointer, *qkv.strides),
         *(decay.pointer, *decay.strides),
         *(beta.pointer, *beta.strides),
-        *(state.pointer, state.strides[0], int(pool_is_packed(state))),
+        *(state.pointer, state.strides[0]),
         *(slots.pointer, *slots.strides),
         *(offsets.pointer, *offsets.strides, int(offsets.dtype == "int32")),
-        *(out.pointer, *out.strides, int(out.rows_are_packed())),
+        *(out.pointer, *out.strides),
         *(inputs.batch_size, inputs.total_seq_len, inputs.max_slots),
         *(inputs.geometry.num_key_heads, inputs.geometry.group_size),
     )

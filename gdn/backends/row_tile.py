@@ -12,13 +12,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
+from gdn.geometry import HeadGeometry
+
 #: State elements a thread may hold in registers beside its working set without spilling.
 MAX_ELEMENTS_PER_LANE = 128
 #: Registers of one multiprocessor, the same from sm_80 to sm_120.
 REGISTERS_PER_MULTIPROCESSOR = 65536
-#: Registers a thread may use, by how many values it keeps in them at once.
-_REGISTER_CAPS = ((100, 128), (120, 168))
+#: Registers a thread may use, by how many state elements it holds.
+_REGISTER_CAPS = ((16, 128), (64, 168))
 MAX_THREADS = 256
+#: Up to so many heads over all sequences, tiles of 64 columns would leave multiprocessors idle.
+FEW_HEADS = 128
 #: Static shared memory that a block may have.
 MAX_SHARED_BYTES = 48 * 1024
 WARP = 32
@@ -54,21 +58,19 @@ class RowTile:
     def min_blocks(self, key_head_dim: int) -> int:
         """Blocks a multiprocessor must be able to hold, which caps the registers of a thread.
 
-        The caps leave room for addresses and scalars beside what a thread keeps in registers at once: its state, two
-        chains of a token it prepares, and per column two sums, a delta factor and a readout. A test compiles every
-        variant and fails on a spill.
+        The caps leave room for a thread's sums, delta factors, addresses and scalars beside its part of the state. A
+        test compiles every variant and fails on a spill.
         """
-        chain_length = key_head_dim // num_chains(key_head_dim)
-        values = self.elements_per_lane(key_head_dim) + 2 * chain_length + 4 * self.columns_per_lane
-        registers = next((cap for most, cap in _REGISTER_CAPS if values <= most), 256)
+        elements = self.elements_per_lane(key_head_dim)
+        registers = next((cap for most, cap in _REGISTER_CAPS if elements <= most), 256)
         return REGISTERS_PER_MULTIPROCESSOR // (self.threads * registers)
 
     def shared_bytes(self, key_head_dim: int) -> int:
-        """Static shared memory of `kernels/recurrence.cuh` with this map: a stage of tokens, and sums of warps."""
-        tokens, warps = self.threads // 16, self.threads // WARP
-        stage = tokens * 4 * (2 * key_head_dim + self.columns + 5)
-        sums = 2 * warps * self.columns * 8 if warps > 1 else 0
-        return stage + sums + 64  # alignment, and the bits of a clearing block
+        """Static shared memory of `kernels/recurrence.cuh` with this map: two tokens, and twice the sums of warps."""
+        warps = self.threads // WARP
+        sums = 4 + 2 * self.columns_per_lane + (4 - 2 * self.columns_per_lane % 4) % 4
+        tokens = 2 * 2 * 4 * key_head_dim
+        return tokens + (2 * 4 * warps * self.lanes_per_row * sums if warps > 1 else 0) + 64  # and bits of clearing
 
     def macros(self, key_head_dim: int) -> tuple[tuple[str, str], ...]:
         """The map as compile-time constants of a kernel."""
@@ -116,25 +118,43 @@ def forced_row_tile(tile: RowTile) -> Iterator[None]:
         _forced.reset(token)
 
 
-def row_tile_for(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> RowTile:
-    """The map of a call: the forced one inside `forced_row_tile`, else the default."""
-    return _forced.get() or default_row_tile(key_head_dim, value_head_dim, state_itemsize)
+def row_tile_for(heads: HeadGeometry, state_itemsize: int, num_heads: int) -> RowTile:
+    """The map of a call on `num_heads` value heads, all sequences together; inside `forced_row_tile` the forced one."""
+    forced = _forced.get()
+    if forced is not None:
+        return forced
+    few_heads = num_heads <= FEW_HEADS
+    return default_row_tile(heads.key_head_dim, heads.value_head_dim, state_itemsize, few_heads=few_heads)
 
 
 @cache
-def default_row_tile(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> RowTile:
-    """The map an op picks: the widest accesses, then four warps on a tile of up to 64 columns.
+def default_row_tile(
+    key_head_dim: int, value_head_dim: int, state_itemsize: int, *, few_heads: bool = False
+) -> RowTile:
+    """The map an op picks: four columns a thread on a tile of up to 64, four warps a block.
 
-    A thread should move 16 bytes and its neighbours continue the same row for 128 to 256 bytes; that decides
-    bandwidth more than anything else.
+    Neighbouring threads should continue the same row for 128 to 256 bytes; that decides bandwidth more than anything
+    else. More than 64 state elements a thread would leave too few threads to hide a load. For `few_heads` one warp
+    takes 16 columns: that spreads them over more multiprocessors, and a block of one warp needs no barrier.
     """
+    columns, threads = (16, WARP) if few_heads else (64, 4 * WARP)
 
-    def merit(tile: RowTile) -> tuple[int, int, int, int]:
+    def merit(tile: RowTile) -> tuple[int, int, int, int, int]:
         return (
-            min(tile.columns_per_lane * state_itemsize, 16),
-            min(tile.columns, 64),
-            -abs(tile.threads - 4 * WARP),
-            tile.row_groups,
+            -max(tile.elements_per_lane(key_head_dim), MAX_ELEMENTS_PER_LANE // 2),
+            min(tile.columns_per_lane, 4),
+            -abs(tile.columns - columns),
+            -abs(tile.threads - threads),
+            -tile.columns_per_lane,
         )
 
     return max(row_tiles(key_head_dim, value_head_dim, state_itemsize), key=merit)
+
+
+def some_row_tiles(heads: HeadGeometry, state_itemsize: int, count: int) -> tuple[RowTile, ...]:
+    """The maps that calls pick by themselves, and `count` more spread over all that serve these heads."""
+    sizes = heads.key_head_dim, heads.value_head_dim, state_itemsize
+    tiles = row_tiles(*sizes)
+    spread = tiles[:: max(1, len(tiles) // count)][:count]
+    defaults = (default_row_tile(*sizes, few_heads=few_heads) for few_heads in (False, True))
+    return tuple(dict.fromkeys((*defaults, *spread)))

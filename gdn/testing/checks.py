@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdn import oracle
-from gdn.backends.row_tile import forced_row_tile, row_tiles
+from gdn.backends.row_tile import forced_row_tile, some_row_tiles
 from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase
@@ -161,11 +161,10 @@ def thread_maps(subject: Subject) -> Iterator[Comparison]:
     if subject.backend == "numpy" or not num_maps:
         return
     heads = subject.case.heads
-    tiles = row_tiles(heads.key_head_dim, heads.value_head_dim, subject.arrays.recurrent_state.itemsize)
-    for idx in np.unique(np.linspace(0, len(tiles) - 1, min(num_maps, len(tiles))).astype(int)):
-        with forced_row_tile(tiles[idx]):
+    for tile in some_row_tiles(heads, subject.arrays.recurrent_state.itemsize, num_maps):
+        with forced_row_tile(tile):
             outcome = subject.run(subject.arrays)
-        yield from _same_outcome(subject, outcome, str(tiles[idx]))
+        yield from _same_outcome(subject, outcome, str(tile))
 
 
 def splits(subject: Subject) -> Iterator[Comparison]:

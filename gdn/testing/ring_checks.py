@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdn import oracle
-from gdn.backends.row_tile import forced_row_tile, row_tiles
+from gdn.backends.row_tile import forced_row_tile, some_row_tiles
 from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays
@@ -223,16 +223,15 @@ def thread_maps(subject: RingSubject) -> Iterator[Comparison]:
     if subject.backend == "numpy" or not num_maps:
         return
     heads = subject.case.heads
-    tiles = row_tiles(heads.key_head_dim, heads.value_head_dim, subject.arrays.recurrent_state.itemsize)
     expected = _folded(subject, subject.ring, subject.arrays.num_accepted)
-    for idx in np.unique(np.linspace(0, len(tiles) - 1, min(num_maps, len(tiles))).astype(int)):
-        with forced_row_tile(tiles[idx]):
+    for tile in some_row_tiles(heads, subject.arrays.recurrent_state.itemsize, num_maps):
+        with forced_row_tile(tile):
             other = ring_subject(subject.case, subject.backend, subject.arrays)
             folded = _folded(other, other.ring, subject.arrays.num_accepted)
         for layer, readout in enumerate(other.readouts):
-            yield bitwise(readout, subject.readouts[layer], f"{tiles[idx]}: readout of layer {layer}")
-        yield same_bytes(other.ring, subject.ring, f"{tiles[idx]}: ring")
-        yield bitwise(folded, expected, f"{tiles[idx]}: pool")
+            yield bitwise(readout, subject.readouts[layer], f"{tile}: readout of layer {layer}")
+        yield same_bytes(other.ring, subject.ring, f"{tile}: ring")
+        yield bitwise(folded, expected, f"{tile}: pool")
 
 
 def walks(subject: RingSubject) -> Iterator[Comparison]:

@@ -147,7 +147,9 @@ inline float __uint_as_float(unsigned int bits) {
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(value)); }
 inline int __popc(unsigned int value) { return __builtin_popcount(value); }
 
-// ---- The conversions of intrinsics.cuh: to nearest even, every NaN becomes 0x7fff, as on a GPU ----
+// ---- intrinsics.cuh ----
+
+// Conversions: to nearest even, every NaN becomes 0x7fff, as on a GPU ----
 
 inline float float16_bits_to_float(unsigned short bits) {
     // The exponent and mantissa moved into place are the value times 2^-112; a subnormal float16 becomes a

@@ -27,16 +27,15 @@ def offset_values(argument: Argument) -> IndexArray:
 
 def check_recurrence_indices(inputs: RecurrenceInputs) -> None:
     """Slots and offsets of a recurrence call; raises IndexValueError with the first offending position."""
-    offsets = offset_values(inputs.input_row_offsets)
-    _check_offsets(inputs.input_row_offsets.name, offsets, inputs.total_seq_len)
-    _check_table(inputs.slot_idx, "slot", "max_slots", inputs.max_slots, np.diff(offsets) > 0)
+    _check_table(inputs.slot_idx, "slot", "max_slots", inputs.max_slots, _has_tokens(inputs))
 
 
 def check_verify_indices(inputs: VerifyInputs) -> None:
     """Those of the recurrence, and ring rows; raises IndexValueError with the first offending position."""
-    check_recurrence_indices(inputs.recurrence)
-    has_tokens = np.diff(offset_values(inputs.recurrence.input_row_offsets)) > 0
-    _check_table(inputs.ring_slot_idx, "ring row", "ring_rows", inputs.ring.shape[0], has_tokens)
+    slots, ring_rows = inputs.recurrence.slot_idx, inputs.ring_slot_idx
+    is_live = _has_tokens(inputs.recurrence) & _names_both(slots, ring_rows)
+    _check_table(slots, "slot", "max_slots", inputs.recurrence.max_slots, is_live)
+    _check_table(ring_rows, "ring row", "ring_rows", inputs.ring.shape[0], is_live)
 
 
 def check_fold_indices(inputs: FoldInputs) -> None:
@@ -45,9 +44,22 @@ def check_fold_indices(inputs: FoldInputs) -> None:
     A row whose count says that nothing is folded is not live. Counts themselves may be anything.
     """
     counts = slot_values(inputs.num_accepted)
-    is_folded = np.broadcast_to((counts > 0) & (counts <= ring_len(inputs.ring)), inputs.row_ids.shape)
-    _check_table(inputs.row_ids, "slot", "max_slots", inputs.recurrent_state.shape[0], is_folded)
-    _check_table(inputs.ring_row_ids, "ring row", "ring_rows", inputs.ring.shape[0], is_folded)
+    is_live = (counts > 0) & (counts <= ring_len(inputs.ring)) & _names_both(inputs.row_ids, inputs.ring_row_ids)
+    _check_table(inputs.row_ids, "slot", "max_slots", inputs.recurrent_state.shape[0], is_live)
+    _check_table(inputs.ring_row_ids, "ring row", "ring_rows", inputs.ring.shape[0], is_live)
+
+
+def _names_both(slots: Argument, ring_rows: Argument) -> np.ndarray[Any, Any]:
+    """Rows that are padding in neither table: one that is padding in either touches nothing."""
+    names_both: np.ndarray[Any, Any] = (slot_values(slots) != PAD_SLOT) & (slot_values(ring_rows) != PAD_SLOT)
+    return names_both
+
+
+def _has_tokens(inputs: RecurrenceInputs) -> np.ndarray[Any, Any]:
+    """Sequences that have tokens; raises IndexValueError for offsets that break a rule."""
+    offsets = offset_values(inputs.input_row_offsets)
+    _check_offsets(inputs.input_row_offsets.name, offsets, inputs.total_seq_len)
+    return np.diff(offsets) > 0
 
 
 def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:

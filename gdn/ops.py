@@ -21,7 +21,7 @@ from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import numpy as numpy_backend
 from gdn.backends.launch import Launch
 from gdn.check import require_disjoint
-from gdn.errors import GdnError, rejection
+from gdn.errors import GdnError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
 from gdn.indices import check_fold_indices, check_recurrence_indices, check_verify_indices
 from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout, require_writable_pool
@@ -148,6 +148,8 @@ def gated_delta_ring_record_elements(key_head_dim: int, value_head_dim: int, gro
 
     Raises ShapeError for a head size or group that no kernel serves.
     """
+    if group_size < 1:
+        raise ShapeError(rejection("group_size", "at least 1", group_size))
     return HeadGeometry(1, group_size, key_head_dim, value_head_dim).record_elements
 
 

@@ -97,9 +97,14 @@ def recurrence_inputs(take: Callable[[str, Any], Argument], *arrays: Any) -> Rec
     require_shape(offsets, "[batch_size + 1]", (slots.shape[0] + 1,))
     require_dense_after(state, 1)
     for argument, axis in ((qkv, "total_seq_len"), (slots, "batch_size"), (state, "max_slots")):
-        if argument.shape[0] > MAX_COUNT:
-            raise ShapeError(rejection(argument.name, f"{axis} of at most {MAX_COUNT}", argument.shape[0]))
+        require_count(argument, axis)
     return RecurrenceInputs(geometry, qkv, decay, beta, state, slots, offsets)
+
+
+def require_count(argument: Argument, axis: str) -> None:
+    """The first axis, `axis` by name, has no more entries than a 32-bit index can name."""
+    if argument.shape[0] > MAX_COUNT:
+        raise ShapeError(rejection(argument.name, f"{axis} of at most {MAX_COUNT}", argument.shape[0]))
 
 
 def require_writable_pool(inputs: RecurrenceInputs) -> str:

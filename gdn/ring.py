@@ -19,7 +19,7 @@ from gdn.check import (
 )
 from gdn.errors import ShapeError, rejection
 from gdn.geometry import HeadGeometry
-from gdn.recurrence import RecurrenceInputs, require_writable_pool
+from gdn.recurrence import RecurrenceInputs, require_count, require_writable_pool
 
 #: The longest window a ring can hold; RING_LEN is a compile-time constant of the kernels.
 MAX_RING_LEN = 64
@@ -90,6 +90,7 @@ def require_ring(ring: Argument, geometry: HeadGeometry) -> None:
         )
         raise ShapeError(rejection("ring", expected, record_stride))
     require_dense_after(ring, 0)
+    require_count(ring, "ring_rows")
 
 
 def verify_inputs(take: Take, recurrence: RecurrenceInputs, ring: Any, ring_slot_idx: Any) -> VerifyInputs:
@@ -121,6 +122,7 @@ def fold_inputs(take: Take, *arrays: Any) -> FoldInputs:
     require_ndim(state, "[max_slots, num_value_heads, key_head_dim, value_head_dim]")
     require_float(state)
     require_dense_after(state, 1)
+    require_count(state, "max_slots")
     require_ndim(ring, "[ring_rows, num_key_heads, RING_LEN, record_stride]")
     if ring.shape[1] < 1 or state.shape[1] % ring.shape[1]:
         expected = f"num_key_heads as its second axis, dividing the {state.shape[1]} value heads of recurrent_state"

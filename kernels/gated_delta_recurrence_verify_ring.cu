@@ -82,12 +82,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
     LaneState state;
     const bool fits_ring = rows.end - rows.begin <= RING_LEN;
     RING_TYPE* const first_record =
-        ring + record_offset(ring_row, num_key_heads, work.key_head, 0, record_stride);
+        ring + first_record_offset(ring_row, num_key_heads, work.key_head, record_stride);
     const RingRecords records = {
         fits_ring ? first_record : nullptr, record_stride, rows.begin,
         delta_offset(work.head_of_group) + work.tile_column + lane_place().first_column,
         decay_offset(work.head_of_group, group_size),
         work.tile_column == 0 && work.head_of_group == 0 && threadIdx.x % LANES_PER_ROW == 0, work.tile_column == 0};
-    run_tokens(arrays, work, rows, pool, state, records);
+    run_tokens(arrays, work, rows, pool, !fits_ring, state, records);
     if (!fits_ring) store_state(state, pool);
 }

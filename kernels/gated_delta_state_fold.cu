@@ -17,7 +17,7 @@
 #include "ring_record.cuh"
 #include "row_tile.cuh"
 
-constexpr int STAGE_RECORDS = RING_LEN < 8 ? RING_LEN : 8;
+constexpr int STAGE_RECORDS = RING_LEN < 4 ? RING_LEN : 4;
 
 // Accepted records of one value head, widened to float32 and shared by the block.
 struct Stage {
@@ -26,20 +26,44 @@ struct Stage {
     float decay[STAGE_RECORDS];
 };
 
-// `first` is the first record to stage; offsets are those of the tile's delta factors and the head's decay.
-__device__ __forceinline__ void fill_stage(
-    Stage& stage, const RING_TYPE* first, int num_records, long long record_stride, long long tile_delta_offset,
-    long long head_decay_offset) {
-    for (int place = 0; place < num_records; ++place) {
-        const RING_TYPE* const record = first + place * record_stride;
-        for (int row = threadIdx.x; row < KEY_HEAD_DIM; row += NUM_THREADS)
-            stage.key[place][row] = to_float(record[row]);
-        for (int column = threadIdx.x; column < TILE_COLUMNS; column += NUM_THREADS)
-            stage.delta[place][column] = to_float(record[tile_delta_offset + column]);
+// What one thread brings of a stage. All its loads are under way before the first value is used.
+struct StagePart {
+    static constexpr int RECORD_VALUES = KEY_HEAD_DIM + TILE_COLUMNS + 1;
+    static constexpr int VALUES = (STAGE_RECORDS * RECORD_VALUES + NUM_THREADS - 1) / NUM_THREADS;
+    RING_TYPE values[VALUES];
+
+    // `first` is the first record to stage; offsets are those of the tile's delta factors and the head's decay.
+    __device__ __forceinline__ void load(
+        const RING_TYPE* first, int num_records, long long record_stride, long long tile_delta_offset,
+        long long head_decay_offset) {
+        #pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const int place = static_cast<int>(i * NUM_THREADS + threadIdx.x) / RECORD_VALUES;
+            const int value = static_cast<int>(i * NUM_THREADS + threadIdx.x) % RECORD_VALUES;
+            if (place >= num_records || place >= STAGE_RECORDS) continue;
+            const long long offset = value < KEY_HEAD_DIM ? value
+                                     : value < RECORD_VALUES - 1 ? tile_delta_offset + (value - KEY_HEAD_DIM)
+                                                                 : head_decay_offset;
+            values[i] = first[place * record_stride + offset];
+        }
     }
-    if (threadIdx.x < num_records)
-        stage.decay[threadIdx.x] = to_float(first[threadIdx.x * record_stride + head_decay_offset]);
-}
+
+    __device__ __forceinline__ void store(Stage& stage, int num_records) const {
+        #pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const int place = static_cast<int>(i * NUM_THREADS + threadIdx.x) / RECORD_VALUES;
+            const int value = static_cast<int>(i * NUM_THREADS + threadIdx.x) % RECORD_VALUES;
+            if (place >= num_records || place >= STAGE_RECORDS) continue;
+            if (value < KEY_HEAD_DIM) {
+                stage.key[place][value] = to_float(values[i]);
+            } else if (value < RECORD_VALUES - 1) {
+                stage.delta[place][value - KEY_HEAD_DIM] = to_float(values[i]);
+            } else {
+                stage.decay[place] = to_float(values[i]);
+            }
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_state_fold(
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
@@ -73,13 +97,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
     const unsigned int key_head = value_head / static_cast<unsigned int>(group_size);
     const int head_of_group = static_cast<int>(value_head % static_cast<unsigned int>(group_size));
     const int num_records = static_cast<int>(count);
+    const RING_TYPE* const records = ring + first_record_offset(ring_row, num_key_heads, key_head, record_stride);
+    const long long tile_delta_offset = delta_offset(head_of_group) + tile_column;
+    const long long head_decay_offset = decay_offset(head_of_group, group_size);
+    StagePart part;
+    part.load(records, num_records, record_stride, tile_delta_offset, head_decay_offset);
     LaneState state;
     stored_state.widen(state);
     for (int first = 0; first < num_records; first += STAGE_RECORDS) {
-        const int num_staged = num_records - first < STAGE_RECORDS ? num_records - first : STAGE_RECORDS;
-        fill_stage(stage, ring + record_offset(ring_row, num_key_heads, key_head, first, record_stride), num_staged,
-                   record_stride, delta_offset(head_of_group) + tile_column,
-                   decay_offset(head_of_group, group_size));
+        const int num_left = num_records - first;
+        const int num_staged = num_left < STAGE_RECORDS ? num_left : STAGE_RECORDS;
+        part.store(stage, num_staged);
+        part.load(records + (first + STAGE_RECORDS) * record_stride, num_left - STAGE_RECORDS, record_stride,
+                  tile_delta_offset, head_decay_offset);
         __syncthreads();
         for (int place = 0; place < num_staged; ++place) {
             float delta[COLUMNS_PER_LANE];

@@ -10,9 +10,10 @@
 
 static_assert(RING_LEN >= 1 && RING_LEN <= 64, "RING_LEN");
 
-__device__ __forceinline__ long long record_offset(
-    long long ring_row, long long num_key_heads, long long key_head, int token, long long record_stride) {
-    return ((ring_row * num_key_heads + key_head) * RING_LEN + token) * record_stride;
+// The record of a window's first token; those of the others follow, record_stride apart.
+__device__ __forceinline__ long long first_record_offset(
+    long long ring_row, long long num_key_heads, long long key_head, long long record_stride) {
+    return (ring_row * num_key_heads + key_head) * RING_LEN * record_stride;
 }
 
 __device__ __forceinline__ long long delta_offset(int head_of_group) {

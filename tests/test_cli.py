@@ -162,7 +162,7 @@ def test_list_describes_every_case_in_a_line() -> None:
     assert names[: len(NAMED_CASES)] == list(NAMED_CASES)
     assert names[len(NAMED_CASES) :] == [f"random-0-{i}" for i in range(verify_module.DEFAULT_RANDOM_CASES)]
     described = dict(line.split(maxsplit=1) for line in lines)
-    assert described["ragged_batch"] == "2,4 heads of 32,32; lengths 2x1 512 1 0 37; float32"
+    assert described["ragged_batch"] == "1,2 heads of 32,32; lengths 2x1 512 1 0 37; float32"
     assert described["tiny_decay"].endswith("; tiny_decay")
     assert described["no_sequences"] == "2,4 heads of 32,32; no sequences; float32"
 

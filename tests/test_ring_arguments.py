@@ -117,7 +117,7 @@ def test_record_elements_of_sizes_that_are_not_served(sizes: tuple[int, int, int
 
 @pytest.mark.parametrize("group_size", [0, -1])
 def test_record_elements_of_no_group(group_size: int) -> None:
-    with pytest.raises(ShapeError, match=rf"^\w+: expected a multiple of at least one key head, got .*{group_size}$"):
+    with pytest.raises(ShapeError, match=rf"^group_size: expected at least 1, got {group_size}$"):
         ops.gated_delta_ring_record_elements(8, 8, group_size)
 
 
@@ -609,7 +609,6 @@ def test_rows_without_tokens_or_places_share_ring_rows(
     assert (verify["ring"][2, :, 0, :26] != before["ring"][2, :, 0, :26]).all()
 
 
-@pytest.mark.xfail(strict=True, reason="the tables are judged one by one, without the padding of the other")
 @pytest.mark.parametrize("op", ["verify", "fold"])
 def test_padding_in_one_table_frees_what_the_other_names(
     new_verify: type[VerifyCall], new_fold: type[FoldCall], cpu_backend: str, op: str

@@ -54,8 +54,8 @@ FAULTS: dict[str, Fault] = {
         {"oracle", "E2"},
     ),
     "second stage read from the first record": (
-        RECORD,
-        (("* RING_LEN + token)", "* RING_LEN + 0 * token)"),),
+        FOLD,
+        (("records + (first + STAGE_RECORDS) * record_stride", "records"),),
         {"oracle", "E2"},
     ),
     "records one element too close": (
@@ -80,7 +80,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "key of the next key head read": (
         FOLD,
-        (("num_key_heads, key_head, first,", "num_key_heads, (key_head + 1) % num_key_heads, first,"),),
+        (("num_key_heads, key_head, record_stride)", "num_key_heads, (key_head + 1) % num_key_heads, record_stride)"),),
         {"oracle", "E2"},
     ),
     "deltas of the first tile alone": (

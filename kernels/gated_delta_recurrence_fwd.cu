@@ -54,6 +54,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
 
     STATE_TYPE* const pool = lane_state(recurrent_state, slot, state_slot_stride, work.value_head, work.tile_column);
     LaneState state;
-    run_tokens(arrays, work, rows, pool, true, state, NoRecords());
+    run_tokens(arrays, work, rows, pool, state, NoRecords());
     store_state(state, pool);
 }

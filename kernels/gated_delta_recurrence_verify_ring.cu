@@ -88,6 +88,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
         delta_offset(work.head_of_group) + work.tile_column + lane_place().first_column,
         decay_offset(work.head_of_group, group_size),
         work.tile_column == 0 && work.head_of_group == 0 && threadIdx.x % LANES_PER_ROW == 0, work.tile_column == 0};
-    run_tokens(arrays, work, rows, pool, !fits_ring, state, records);
+    run_tokens(arrays, work, rows, pool, state, records);
     if (!fits_ring) store_state(state, pool);
 }

@@ -169,12 +169,12 @@ struct NoRecords {
 };
 
 // Run the tokens [rows.begin, rows.end), at least one, from the state in the pool on: writes their readout, leaves the
-// last state in `state`; a caller that does not keep it is spared the last update. After each token `records.token(token, key, delta, decay)` is told what it did to the state:
+// last state in `state`. After each token `records.token(token, key, delta, decay)` is told what it did to the state:
 // the raw key at the thread's rows, the delta factors of its columns, the decay.
 template <typename Records>
 __device__ __forceinline__ void run_tokens(
     const TokenArrays& arrays, const TileWork& work, const RowRange& rows, const STATE_TYPE* pool,
-    bool keeps_state, LaneState& state, const Records& records) {
+    LaneState& state, const Records& records) {
     __shared__ PartialSums partial[2];
     __shared__ StagedToken staged[2];
     const TokenInputs inputs = inputs_of(arrays, work);
@@ -224,6 +224,6 @@ __device__ __forceinline__ void run_tokens(
         if (threadIdx.x < LANES_PER_ROW)
             store_run<IS_PACKED>(lane_out + token * arrays.out_token_stride, arrays.out_channel_stride, readout);
         records.token(token, staged[token % 2].key, delta, decay);
-        if (keeps_state || token + 1 < rows.end) update_state(state, key, delta, decay);
+        update_state(state, key, delta, decay);
     }
 }

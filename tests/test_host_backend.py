@@ -652,7 +652,7 @@ def test_everything_that_changes_the_binary_changes_the_entry(
     compiled(TRIVIAL, "pointer")
     compiled(TRIVIAL + "\n", "pointer")
     compiled(TRIVIAL, "pointer", defines=("-DOTHER=1",))
-    monkeypatch.setattr(host, "_PLAIN_FLAGS", ("-O1",))
+    monkeypatch.setattr(host, "_PLAIN_FLAGS", ("-O3",))
     compiled(TRIVIAL, "pointer")
     real = launch.source
     monkeypatch.setattr(launch, "source", lambda name: real(name) + "\n")

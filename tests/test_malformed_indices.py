@@ -163,12 +163,9 @@ def test_rows_of_two_sequences_hold_what_one_of_them_wrote(kernels: str) -> None
         close(outcome.out[30:50], last[20:], tolerance, "rows of the last alone"),
         bitwise(outcome.out[50:], np.zeros_like(outcome.out[50:]), "unowned rows"),
     )
-    for row in range(10, 30):
-        for head in range(HEADS.num_value_heads):
-            channels = slice(head * HEADS.value_head_dim, (head + 1) * HEADS.value_head_dim)
-            wrote = [first[row, channels], last[row - 10, channels]]
-            got = outcome.out[row, channels]
-            assert any(close(got, expected, tolerance) for expected in wrote)
+    scale = max(np.abs(first).max(), np.abs(last).max())
+    from_first, from_last = (np.abs(outcome.out[10:30] - wrote) / scale for wrote in (first[10:], last[:20]))
+    assert (np.minimum(from_first, from_last) <= tolerance.max_element).all()
 
 
 def test_a_shared_slot_leaves_the_healthy_rows_right(kernels: str) -> None:

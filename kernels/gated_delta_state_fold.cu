@@ -17,7 +17,9 @@
 #include "ring_record.cuh"
 #include "row_tile.cuh"
 
-constexpr int STAGE_RECORDS = RING_LEN < 4 ? RING_LEN : 4;
+// A thread holds its share of a stage in registers while it loads.
+constexpr int MAX_STAGE_RECORDS = NUM_THREADS >= 128 ? 4 : 2;
+constexpr int STAGE_RECORDS = RING_LEN < MAX_STAGE_RECORDS ? RING_LEN : MAX_STAGE_RECORDS;
 
 // Accepted records of one value head, widened to float32 and shared by the block.
 struct Stage {

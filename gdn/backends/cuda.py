@@ -102,7 +102,7 @@ def _compile(variant: Variant, device: int) -> Any:
 
 
 def _compile_error(variant: Variant, log: str) -> KernelCompileError:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip() for line in log.replace("\0", "").splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
     macros = " ".join(variant.defines)
     return KernelCompileError(f"{variant.kernel.stem}: expected a clean compile with {macros}, got {first}")

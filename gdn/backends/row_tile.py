@@ -15,11 +15,11 @@ from functools import cache
 from gdn.geometry import HeadGeometry
 
 #: State elements a thread may hold in registers beside its working set without spilling.
-MAX_ELEMENTS_PER_LANE = 128
+MAX_ELEMENTS_PER_LANE = 64
 #: Registers of one multiprocessor, the same from sm_80 to sm_120.
 REGISTERS_PER_MULTIPROCESSOR = 65536
-#: Registers a thread may use, by how many state elements it holds.
-_REGISTER_CAPS = ((16, 128), (64, 168))
+#: Registers a thread may use, by how many state elements, sums, delta factors and readouts it holds.
+_REGISTER_CAPS = ((32, 128), (80, 168))
 MAX_THREADS = 256
 #: Up to so many heads over all sequences, tiles of 64 columns would leave multiprocessors idle.
 FEW_HEADS = 128
@@ -61,8 +61,8 @@ class RowTile:
         The caps leave room for a thread's sums, delta factors, addresses and scalars beside its part of the state. A
         test compiles every variant and fails on a spill.
         """
-        elements = self.elements_per_lane(key_head_dim)
-        registers = next((cap for most, cap in _REGISTER_CAPS if elements <= most), 256)
+        values = self.elements_per_lane(key_head_dim) + 4 * self.columns_per_lane
+        registers = next((cap for most, cap in _REGISTER_CAPS if values <= most), 256)
         return REGISTERS_PER_MULTIPROCESSOR // (self.threads * registers)
 
     def shared_bytes(self, key_head_dim: int) -> int:
@@ -139,9 +139,8 @@ def default_row_tile(
     """
     columns, threads = (16, WARP) if few_heads else (64, 4 * WARP)
 
-    def merit(tile: RowTile) -> tuple[int, int, int, int, int]:
+    def merit(tile: RowTile) -> tuple[int, int, int, int]:
         return (
-            -max(tile.elements_per_lane(key_head_dim), MAX_ELEMENTS_PER_LANE // 2),
             min(tile.columns_per_lane, 4),
             -abs(tile.columns - columns),
             -abs(tile.threads - threads),

@@ -269,7 +269,8 @@ def _heads(subject: Subject, begin: int, end: int) -> RecurrenceArrays:
 def _same_outcome(subject: Subject, outcome: Outcome, how: str) -> Iterator[Comparison]:
     if subject.outcome.out.size:
         yield bitwise(outcome.out, subject.outcome.out, f"{how}: readout")
-    yield bitwise(outcome.recurrent_state, subject.outcome.recurrent_state, f"{how}: state")
+    if subject.outcome.recurrent_state.size:
+        yield bitwise(outcome.recurrent_state, subject.outcome.recurrent_state, f"{how}: state")
 
 
 _Check = Callable[[Subject], Iterator[Comparison]]

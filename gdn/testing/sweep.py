@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from threading import Event
 
@@ -61,7 +62,7 @@ def run_sweep(cases: Sequence[Case], backends: Sequence[str], *, workers: int = 
     """
     abandoned = Event()
     with ThreadPoolExecutor(workers) as pool:
-        runs = [pool.submit(_run_case, case, backends, abandoned) for case in cases]
+        runs = [pool.submit(copy_context().run, _run_case, case, backends, abandoned) for case in cases]
         try:
             for run in runs:
                 yield from run.result()

@@ -5,7 +5,8 @@
 // which is the state update of the token that left the record, to the bit for a float32 ring. The state is read once,
 // kept in float32 and rounded once, at its store.
 //
-// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM, RING_LEN, STATE_TYPE, RING_TYPE, IS_PACKED; the thread map of row_tile.cuh; MIN_BLOCKS
+// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM, RING_LEN, STATE_TYPE, RING_TYPE, IS_PACKED; MIN_BLOCKS and the thread map of
+//            row_tile.cuh
 // BLOCK      one row of one layer, one value head, one tile of columns, split among threads as row_tile.cuh says
 // GRID       num_layers * batch_size * num_value_heads * NUM_TILES blocks, tile fastest, then head, row, layer
 // SHAPES     recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM, VALUE_HEAD_DIM], the last three dense;

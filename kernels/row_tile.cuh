@@ -76,8 +76,7 @@ __device__ __forceinline__ STATE_TYPE* lane_state(
 
 // A token's effect on the state of a lane.
 __device__ __forceinline__ void update_state(
-    LaneState& state, const float* key, const float (&delta)[COLUMNS_PER_LANE],
-    float decay) {
+    LaneState& state, const float* key, const float (&delta)[COLUMNS_PER_LANE], float decay) {
     #pragma unroll
     for (int row = 0; row < ROWS_PER_LANE; ++row)
         #pragma unroll

@@ -3,8 +3,8 @@
     python tests/on_gpu.py --save results            # every part
     python tests/on_gpu.py --part verify --part pytest --save results
 
-Parts: `pytest` (the tests marked gpu), `verify` (the sweep on the cuda backend, as JSON), `memcheck`, `racecheck`,
-`initcheck` and `synccheck` (compute-sanitizer over the named cases). Exits 1 when a part fails.
+Parts: `pytest` (the tests marked gpu), `verify` (the sweep on the cuda backend, as JSON), `bench`, and `memcheck`,
+`racecheck`, `initcheck` and `synccheck` (compute-sanitizer over the named cases). Exits 1 when a part fails.
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ def run_verify(folder: Path) -> tuple[bool, str]:
     return status == 0, counts
 
 
+def run_bench(folder: Path) -> tuple[bool, str]:
+    """The benchmark of all regimes on the cuda backend."""
+    command = [sys.executable, "-m", "gdn", "bench", "--backend", "cuda", "--save", str(folder / "bench.json")]
+    status, output = run(command, folder / "bench.log")
+    return status == 0, last_line(output)
+
+
 def run_sanitizer(tool: str, folder: Path) -> tuple[bool, str]:
     """compute-sanitizer over the named cases; an error makes the exit status 86."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "86"]
@@ -67,7 +74,11 @@ def run_sanitizer(tool: str, folder: Path) -> tuple[bool, str]:
 
 def parts() -> dict[str, Callable[[Path], tuple[bool, str]]]:
     """What can be run, by name."""
-    table: dict[str, Callable[[Path], tuple[bool, str]]] = {"pytest": run_pytest, "verify": run_verify}
+    table: dict[str, Callable[[Path], tuple[bool, str]]] = {
+        "pytest": run_pytest,
+        "verify": run_verify,
+        "bench": run_bench,
+    }
     for tool in SANITIZERS:
         table[tool] = lambda folder, tool=tool: run_sanitizer(tool, folder)  # type: ignore[misc]  # bound per tool
     return table

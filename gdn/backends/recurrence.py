@@ -78,7 +78,7 @@ def is_packed(inputs: RecurrenceInputs, out: Argument) -> bool:
 
 
 def pool_is_packed(pool: Argument) -> bool:
-    """Whether every slot or record of a pool starts on a 16-byte boundary."""
+    """Whether every slot of a pool starts on a 16-byte boundary."""
     return pool.pointer % 16 == 0 and (pool.shape[0] <= 1 or pool.strides[0] * pool.itemsize % 16 == 0)
 
 

@@ -264,8 +264,8 @@ def _know_machines(run: BenchRun, machines: Sequence[Machine]) -> None:
 def _time_case(run: BenchRun, case: BenchCase, machine: Machine, peers: tuple[Peer, ...]) -> None:
     repeats = run.repeats or (_GPU_REPEATS if machine.backend == "cuda" else _CPU_REPEATS)
     ops = ("verify", "fold") if case.regime == "step" else (case.regime,)
-    is_new = not {OPS[op] for op in ops} <= run.overhead_us.keys()
+    is_new = not {OPS[op] for op in ops} <= run.overhead.keys()
     ceilings = run.ceilings[machine.backend]
     measured = measure(case, machine, ceilings, repeats, with_overhead=is_new, peers=peers)
     run.rows += measured.rows
-    run.overhead_us.update({op: us for op, us in measured.overhead_us.items() if op not in run.overhead_us})
+    run.overhead.update({op: overhead for op, overhead in measured.overhead.items() if op not in run.overhead})

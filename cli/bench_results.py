@@ -14,7 +14,7 @@ from rich.text import Text
 
 import gdn
 from gdn.bench.cases import BenchCase, CaseOptions
-from gdn.bench.measure import Row, Timing
+from gdn.bench.measure import Overhead, Row, Timing
 from gdn.bench.traffic import Ceilings
 from gdn.cli import report
 from gdn.cli.names import joined
@@ -29,7 +29,7 @@ class BenchRun:
     """What is timed and what came of it so far.
 
     repeats: None for the machine's own number. absent_peers: packages that cannot be timed, with the reason. baseline:
-    a saved run. overhead_us: Python's part of a call, by op.
+    a saved run. overhead: Python's part of a call, by op.
     """
 
     cases: Sequence[BenchCase]
@@ -43,7 +43,7 @@ class BenchRun:
     facts: dict[str, str] = field(default_factory=dict)
     ceilings: dict[str, Ceilings] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    overhead_us: dict[str, float] = field(default_factory=dict)
+    overhead: dict[str, Overhead] = field(default_factory=dict)
     interrupted: bool = False
 
     @property
@@ -151,8 +151,8 @@ def show_results(run: BenchRun) -> None:
         columns, cells = zip(*_table(run), strict=True)
         report.print_table(console, columns, list(zip(*cells, strict=True)))
         console.print()
-    if run.overhead_us:
-        parts = ", ".join(f"{op} {us:.1f} us" for op, us in run.overhead_us.items())
+    if run.overhead:
+        parts = ", ".join(f"{op} {part.op_us:.1f} us (bound {part.bound_us:.1f})" for op, part in run.overhead.items())
         report.print_indented(console, f"Python's part of one call with out given: {parts}", indent=0)
     for row in run.rows:
         if row.problem is not None:
@@ -249,7 +249,8 @@ def as_document(run: BenchRun) -> dict[str, Any]:
         "backends": list(run.backends),
         "unavailable_backends": run.unavailable,
         "absent_peers": run.absent_peers,
-        "python_overhead_us": run.overhead_us,
+        "python_overhead_us": {op: overhead.op_us for op, overhead in run.overhead.items()},
+        "bound_overhead_us": {op: overhead.bound_us for op, overhead in run.overhead.items()},
         "compared_with": None if run.baseline is None else run.baseline.title,
         "fail_above": run.fail_above,
         "rows": [_row_document(run, row) for row in run.rows],

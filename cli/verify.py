@@ -25,7 +25,7 @@ from gdn.testing.ring_checks import RING_CHECKS
 from gdn.testing.sweep import run_sweep
 
 #: Random cases of a default run: with the named ones they take well under a minute on two cores, compiler included.
-DEFAULT_RANDOM_CASES = 12
+DEFAULT_RANDOM_CASES = 6
 _MAX_WORKERS = 8  # a worker of a wide case holds hundreds of megabytes
 _MAX_SEED = 2**32 - 1
 

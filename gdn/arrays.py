@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -19,6 +20,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "uint32": np.dtype(np.uint32),
     "int32": np.dtype(np.int32),
 }
+#: Bytes of the kernels' widest accesses. What is compiled and launched may depend on addresses by this much alone.
+ALIGNMENT = 16
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
@@ -59,7 +62,7 @@ class Argument(NamedTuple):
         """
         channel_is_next = self.shape[-1] <= 1 or self.strides[-1] == 1
         starts = (self.pointer, *(stride * self.itemsize for stride in self.strides[:1] if self.shape[0] > 1))
-        return channel_is_next and all(start % 16 == 0 for start in starts)
+        return channel_is_next and all(start % ALIGNMENT == 0 for start in starts)
 
 
 def take(name: str, value: Any) -> Argument:
@@ -88,6 +91,32 @@ def take(name: str, value: Any) -> Argument:
         end += itemsize
     dtype_name = _NAMES.get(dtype) or _dtype_name(dtype)
     return Argument(name, array, shape, strides, size, dtype_name, itemsize, pointer, begin, end, place)
+
+
+def signature(values: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+    """What a call can see of CuPy arrays: first all but their addresses, then these.
+
+    The first part has an address's remainder by `ALIGNMENT`, and compares equal for like arrays. None where there is
+    another array than CuPy's own; an argument left out, None, has the address 0.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    ndarray = cupy.ndarray
+    seen: list[Any] = []
+    addresses: list[int] = []
+    for value in values:
+        if type(value) is ndarray:
+            memory = value.data
+            address = memory.ptr
+            seen.append((value.shape, value.strides, value.dtype, memory.device_id, address % ALIGNMENT))
+            addresses.append(address)
+        elif value is None:
+            seen.append(None)
+            addresses.append(0)
+        else:
+            return None
+    return seen, addresses
 
 
 def _whole_elements(name: str, byte_strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -12,14 +12,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gdn import arrays
+from gdn import arrays, calls
 from gdn.arrays import Argument
-from gdn.backends import backend_for_numpy_arrays, cuda, host, recurrence
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import numpy as numpy_backend
-from gdn.backends.launch import Launch
+from gdn.backends import recurrence
+from gdn.calls import BoundCall, Checked, Ready, Rules
 from gdn.check import require_disjoint
 from gdn.errors import GdnError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
@@ -28,6 +28,7 @@ from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout,
 from gdn.ring import fold_inputs, require_writable_fold, require_writable_ring, verify_inputs
 
 __all__ = [
+    "bind",
     "check_indices",
     "gated_delta_recurrence_fwd",
     "gated_delta_recurrence_fwd_shape",
@@ -85,28 +86,16 @@ def gated_delta_recurrence_fwd(
             are safe (a bad slot is padding, offsets are clamped) but not reported.
         KernelCompileError: the kernel did not compile.
     """
-    inputs = recurrence_inputs(
-        arrays.take,
+    return calls.run(
+        _fwd_rules,
         qkv_conv_output,
         decay_per_token,
         beta_per_token,
         recurrent_state,
         slot_idx,
         input_row_offsets,
+        out,
     )
-    place = require_writable_pool(inputs)
-    readout = None if out is None else _readout_argument(out, inputs)
-    _check_values_or_device(place, lambda: check_recurrence_indices(inputs))
-    tile = recurrence.row_tile(inputs)
-    num_blocks = recurrence.num_blocks(inputs, tile)
-    readout = readout or _new_readout(inputs, place)
-    if num_blocks:
-        _run(
-            place,
-            lambda: numpy_backend.gated_delta_recurrence_fwd(inputs, readout),
-            lambda: fwd_kernel.launch(inputs, readout, tile),
-        )
-    return readout.array
 
 
 def gated_delta_recurrence_fwd_shape(
@@ -188,33 +177,18 @@ def gated_delta_recurrence_verify_ring(
     Raises:
         As `gated_delta_recurrence_fwd`.
     """
-    inputs = verify_inputs(
-        arrays.take,
-        recurrence_inputs(
-            arrays.take,
-            qkv_conv_output,
-            decay_per_token,
-            beta_per_token,
-            recurrent_state,
-            slot_idx,
-            input_row_offsets,
-        ),
+    return calls.run(
+        _verify_rules,
+        qkv_conv_output,
+        decay_per_token,
+        beta_per_token,
+        recurrent_state,
+        slot_idx,
+        input_row_offsets,
         ring,
         ring_slot_idx,
+        out,
     )
-    place = require_writable_ring(inputs)
-    readout = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
-    _check_values_or_device(place, lambda: check_verify_indices(inputs))
-    tile = recurrence.row_tile(inputs.recurrence)
-    num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
-    readout = readout or _new_readout(inputs.recurrence, place)
-    if num_blocks:
-        _run(
-            place,
-            lambda: numpy_backend.gated_delta_recurrence_verify_ring(inputs, readout),
-            lambda: verify_kernel.launch(inputs, readout, tile),
-        )
-    return readout.array
 
 
 def gated_delta_state_fold(recurrent_state: Any, row_ids: Any, ring: Any, ring_row_ids: Any, num_accepted: Any) -> None:
@@ -239,46 +213,34 @@ def gated_delta_state_fold(recurrent_state: Any, row_ids: Any, ring: Any, ring_r
         IndexValueError: NumPy arrays only: an index value breaks a rule of `check_indices`.
         KernelCompileError: the kernel did not compile.
     """
-    inputs = fold_inputs(arrays.take, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
-    place = require_writable_fold(inputs)
-    _check_values_or_device(place, lambda: check_fold_indices(inputs))
-    tile = fold_kernel.row_tile(inputs)
-    if fold_kernel.num_blocks(inputs, tile):
-        _run(
-            place,
-            lambda: numpy_backend.gated_delta_state_fold(inputs),
-            lambda: fold_kernel.launch(inputs, tile),
-        )
+    calls.run(_fold_rules, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
 
 
-def _readout_argument(out: Any, inputs: RecurrenceInputs, *others: Argument) -> Argument:
-    """`out` as given, checked; `others` are arrays of the call that it must not overlap either."""
-    readout = arrays.take("out", out)
-    require_readout(readout, inputs)
-    require_disjoint(readout, others)
-    return readout
+def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCall:
+    """Check a call once, to run it many times: the result runs it whenever it is called, and returns what the op does.
 
+    ::
 
-def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
-    return arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
+        decode = gdn.ops.bind(gdn.ops.gated_delta_recurrence_fwd, qkv, decay, beta, state, slot_idx, offsets, out=out)
+        for _ in range(steps):
+            ...  # put the values of the next token into qkv, decay and beta
+            decode()
 
+    The call is on these arrays, which are kept alive: values in them may change between runs; shape, type and memory of
+    an array may not. Where ``out`` is not given, it is made once and every run writes to it again. On a GPU a run
+    enqueues one kernel on the stream that is CuPy's current one at that time, from any thread, and may be captured into
+    a CUDA graph at once: the kernel is compiled here. NumPy arrays stay with the backend that is chosen here, and each
+    run checks their index values, as the op does.
 
-def _check_values_or_device(place: str, check_values: Callable[[], None]) -> None:
-    """On the CPU index values are at hand and are checked; on a GPU the device must be one that kernels serve."""
-    if place == arrays.CPU:
-        check_values()
-    else:
-        cuda.require_device(cuda.device_index(place))
+    Args:
+        op: a function of this module that runs a kernel.
+        *arguments, **keywords: what the op would be called with. Nothing is written here.
 
-
-def _run(place: str, numpy_form: Callable[[], None], launch: Callable[[], Launch]) -> None:
-    """Run a checked call where its arrays live, on the backend chosen for NumPy arrays if that is the CPU."""
-    if place != arrays.CPU:
-        cuda.run(launch(), cuda.device_index(place))
-    elif backend_for_numpy_arrays() == "host":
-        host.run(launch())
-    else:
-        numpy_form()
+    Raises:
+        GdnError: what the op itself would refuse, index values aside, and an op that is none.
+        TypeError: arguments are missing or unknown, as for any call.
+    """
+    return BoundCall(*_rules_of(op, arguments, keywords))
 
 
 def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
@@ -298,38 +260,119 @@ def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -
         GdnError: what the op itself would refuse, and an op that takes no index arrays.
         TypeError: arguments are missing or unknown, as for any call.
     """
-    check = _INDEX_CHECKS.get(op)
-    if check is None:
-        known = ", ".join(function.__name__ for function in _INDEX_CHECKS)
+    rules, given = _rules_of(op, arguments, keywords)
+    rules(*given).check_values()
+
+
+def _rules_of(
+    op: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Rules, tuple[Any, ...]]:
+    """The rules of an op, and what they take for a call of it."""
+    rules = _RULES.get(op)
+    if rules is None:
+        known = ", ".join(function.__name__ for function in _RULES)
         raise GdnError(rejection("op", f"one of {known}", getattr(op, "__name__", repr(op))))
     bound = inspect.signature(op).bind(*arguments, **keywords)  # puts keywords in the order of the signature
-    check(**bound.arguments)
+    bound.apply_defaults()
+    return rules, tuple(bound.arguments.values())
 
 
-def _check_fwd_indices(*, out: Any = None, **six: Any) -> None:
-    inputs = recurrence_inputs(arrays.take, *six.values())
-    require_writable_pool(inputs)
-    if out is not None:
-        _readout_argument(out, inputs)
-    check_recurrence_indices(inputs)
+# ---- The rules of each op, and what runs it ----
 
 
-def _check_verify_indices(*, ring: Any, ring_slot_idx: Any, out: Any = None, **six: Any) -> None:
-    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *six.values()), ring, ring_slot_idx)
-    require_writable_ring(inputs)
-    if out is not None:
-        _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
-    check_verify_indices(inputs)
+def _fwd_rules(
+    qkv_conv_output: Any,
+    decay_per_token: Any,
+    beta_per_token: Any,
+    recurrent_state: Any,
+    slot_idx: Any,
+    input_row_offsets: Any,
+    out: Any,
+) -> Checked:
+    six = qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets
+    inputs = recurrence_inputs(arrays.take, *six)
+    place = require_writable_pool(inputs)
+    given = None if out is None else _readout_argument(out, inputs)
+
+    def ready() -> Ready:
+        tile = recurrence.row_tile(inputs, given)
+        num_blocks = recurrence.num_blocks(inputs, tile)
+        readout = given or _new_readout(inputs, place)
+        return Ready(
+            (*inputs.arguments, readout),
+            written=(inputs.recurrent_state, readout),
+            numpy_form=lambda: numpy_backend.gated_delta_recurrence_fwd(inputs, readout),
+            launch=lambda: fwd_kernel.launch(inputs, readout, tile),
+            idle=num_blocks == 0,
+            result=readout.array,
+        )
+
+    return Checked(place, lambda: check_recurrence_indices(inputs), ready)
 
 
-def _check_fold_indices(**five: Any) -> None:
-    inputs = fold_inputs(arrays.take, *five.values())
-    require_writable_fold(inputs)
-    check_fold_indices(inputs)
+def _verify_rules(
+    qkv_conv_output: Any,
+    decay_per_token: Any,
+    beta_per_token: Any,
+    recurrent_state: Any,
+    slot_idx: Any,
+    input_row_offsets: Any,
+    ring: Any,
+    ring_slot_idx: Any,
+    out: Any,
+) -> Checked:
+    six = qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets
+    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *six), ring, ring_slot_idx)
+    place = require_writable_ring(inputs)
+    given = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
+
+    def ready() -> Ready:
+        tile = recurrence.row_tile(inputs.recurrence, given)
+        num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
+        readout = given or _new_readout(inputs.recurrence, place)
+        return Ready(
+            (*inputs.arguments, readout),
+            written=(inputs.recurrence.recurrent_state, inputs.ring, readout),
+            numpy_form=lambda: numpy_backend.gated_delta_recurrence_verify_ring(inputs, readout),
+            launch=lambda: verify_kernel.launch(inputs, readout, tile),
+            idle=num_blocks == 0,
+            result=readout.array,
+        )
+
+    return Checked(place, lambda: check_verify_indices(inputs), ready)
 
 
-_INDEX_CHECKS: dict[Callable[..., Any], Callable[..., None]] = {
-    gated_delta_recurrence_fwd: _check_fwd_indices,
-    gated_delta_recurrence_verify_ring: _check_verify_indices,
-    gated_delta_state_fold: _check_fold_indices,
+def _fold_rules(recurrent_state: Any, row_ids: Any, ring: Any, ring_row_ids: Any, num_accepted: Any) -> Checked:
+    inputs = fold_inputs(arrays.take, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
+    place = require_writable_fold(inputs)
+
+    def ready() -> Ready:
+        tile = fold_kernel.row_tile(inputs)
+        return Ready(
+            inputs.arguments,
+            written=(inputs.recurrent_state,),
+            numpy_form=lambda: numpy_backend.gated_delta_state_fold(inputs),
+            launch=lambda: fold_kernel.launch(inputs, tile),
+            idle=fold_kernel.num_blocks(inputs, tile) == 0,
+        )
+
+    return Checked(place, lambda: check_fold_indices(inputs), ready)
+
+
+def _readout_argument(out: Any, inputs: RecurrenceInputs, *others: Argument) -> Argument:
+    """`out` as given, checked; `others` are arrays of the call that it must not overlap either."""
+    readout = arrays.take("out", out)
+    require_readout(readout, inputs)
+    require_disjoint(readout, others)
+    return readout
+
+
+def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
+    return arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
+
+
+_RULES: dict[Callable[..., Any], Rules] = {
+    gated_delta_recurrence_fwd: _fwd_rules,
+    gated_delta_recurrence_verify_ring: _verify_rules,
+    gated_delta_state_fold: _fold_rules,
 }

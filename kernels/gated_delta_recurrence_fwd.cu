@@ -21,7 +21,7 @@
 // CALLER     guarantees that arrays do not overlap, that two live sequences never share a slot, and that
 //            IS_PACKED is true only where channels are neighbours and rows start on 16-byte boundaries. Index
 //            values may be anything.
-#include "recurrence.cuh"
+#include "run_batch.cuh"
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_recurrence_fwd(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
@@ -41,19 +41,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
         decay_per_token, decay_token_stride, decay_head_stride,
         beta_per_token, beta_token_stride, beta_head_stride,
         out, out_token_stride, out_channel_stride, num_key_heads, group_size};
-    if (blockIdx.x >= num_recurrence_blocks(arrays, batch)) {
-        const auto is_live = [&](long long sequence) { return live_slot(batch, sequence) >= 0; };
-        clear_unowned_rows(batch, blockIdx.x - num_recurrence_blocks(arrays, batch), is_live, out, out_token_stride,
-                           out_channel_stride, num_key_heads * group_size * VALUE_HEAD_DIM);
-        return;
-    }
-    const TileWork work = work_of_block(arrays);
-    const long long slot = live_slot(batch, work.sequence);
-    const RowRange rows = sequence_rows(batch, work.sequence);
-    if (slot < 0 || rows.begin >= rows.end) return;
-
-    STATE_TYPE* const pool = lane_state(recurrent_state, slot, state_slot_stride, work.value_head, work.tile_column);
-    LaneState state;
-    run_tokens(arrays, work, rows, pool, state, NoRecords());
-    store_state(state, pool);
+    run_batch(arrays, batch, {recurrent_state, state_slot_stride}, NoRecords());
 }

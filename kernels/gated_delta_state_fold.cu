@@ -5,8 +5,8 @@
 // which is the state update of the token that left the record, to the bit for a float32 ring. The state is read once,
 // kept in float32 and rounded once, at its store.
 //
-// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM, RING_LEN, STATE_TYPE, RING_TYPE, IS_PACKED; MIN_BLOCKS and the thread map of
-//            row_tile.cuh
+// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM, RING_LEN, STATE_TYPE, RING_TYPE, IS_PACKED, RING_IS_PACKED; MIN_BLOCKS and the
+//            thread map of row_tile.cuh
 // BLOCK      one row of one layer, one value head, one tile of columns, split among threads as row_tile.cuh says
 // GRID       num_layers * batch_size * num_value_heads * NUM_TILES blocks, tile fastest, then head, row, layer
 // SHAPES     recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM, VALUE_HEAD_DIM], the last three dense;
@@ -18,53 +18,30 @@
 #include "ring_record.cuh"
 #include "row_tile.cuh"
 
-// A thread holds its share of a stage in registers while it loads.
-constexpr int MAX_STAGE_RECORDS = NUM_THREADS >= 128 ? 4 : 2;
-constexpr int STAGE_RECORDS = RING_LEN < MAX_STAGE_RECORDS ? RING_LEN : MAX_STAGE_RECORDS;
+// A thread widens and updates so many of its rows at a time; the others wait as they lie in the pool, which takes half
+// the registers where that is a 16-bit one. So many bytes of state can be under way.
+constexpr int PART_ROWS = ROWS_PER_LANE % 8 == 0 ? 8 : ROWS_PER_LANE;
 
-// Accepted records of one value head, widened to float32 and shared by the block.
-struct Stage {
-    alignas(16) float key[STAGE_RECORDS][KEY_HEAD_DIM];
-    alignas(16) float delta[STAGE_RECORDS][TILE_COLUMNS];
-    float decay[STAGE_RECORDS];
-};
+// What a part needs of a record: the key at its rows, the delta factors of the lane's columns, the decay.
+struct RecordPart {
+    Run<RING_TYPE, PART_ROWS, RING_IS_PACKED> key;
+    Run<RING_TYPE, COLUMNS_PER_LANE, RING_IS_PACKED> delta;
+    RING_TYPE decay;
 
-// What one thread brings of a stage. All its loads are under way before the first value is used.
-struct StagePart {
-    static constexpr int RECORD_VALUES = KEY_HEAD_DIM + TILE_COLUMNS + 1;
-    static constexpr int VALUES = (STAGE_RECORDS * RECORD_VALUES + NUM_THREADS - 1) / NUM_THREADS;
-    RING_TYPE values[VALUES];
-
-    // `first` is the first record to stage; offsets are those of the tile's delta factors and the head's decay.
     __device__ __forceinline__ void load(
-        const RING_TYPE* first, int num_records, long long record_stride, long long tile_delta_offset,
-        long long head_decay_offset) {
-        #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const int place = static_cast<int>(i * NUM_THREADS + threadIdx.x) / RECORD_VALUES;
-            const int value = static_cast<int>(i * NUM_THREADS + threadIdx.x) % RECORD_VALUES;
-            if (place >= num_records || place >= STAGE_RECORDS) continue;
-            const long long offset = value < KEY_HEAD_DIM ? value
-                                     : value < RECORD_VALUES - 1 ? tile_delta_offset + (value - KEY_HEAD_DIM)
-                                                                 : head_decay_offset;
-            values[i] = first[place * record_stride + offset];
-        }
+        const RING_TYPE* record, int first_row, long long lane_delta_offset, long long decay_offset) {
+        key.load(record + first_row, 1);
+        delta.load(record + lane_delta_offset, 1);
+        decay = record[decay_offset];
     }
 
-    __device__ __forceinline__ void store(Stage& stage, int num_records) const {
+    __device__ __forceinline__ void apply(float (&state)[PART_ROWS][COLUMNS_PER_LANE]) const {
+        float key_rows[PART_ROWS], delta_factors[COLUMNS_PER_LANE];
         #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const int place = static_cast<int>(i * NUM_THREADS + threadIdx.x) / RECORD_VALUES;
-            const int value = static_cast<int>(i * NUM_THREADS + threadIdx.x) % RECORD_VALUES;
-            if (place >= num_records || place >= STAGE_RECORDS) continue;
-            if (value < KEY_HEAD_DIM) {
-                stage.key[place][value] = to_float(values[i]);
-            } else if (value < RECORD_VALUES - 1) {
-                stage.delta[place][value - KEY_HEAD_DIM] = to_float(values[i]);
-            } else {
-                stage.decay[place] = to_float(values[i]);
-            }
-        }
+        for (int row = 0; row < PART_ROWS; ++row) key_rows[row] = key[row];
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta_factors[column] = delta[column];
+        update_state(state, key_rows, delta_factors, to_float(decay));
     }
 };
 
@@ -77,7 +54,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
     long long ring_row_ids_row_stride,
     const unsigned int* __restrict__ num_accepted, long long num_accepted_stride,
     long long batch_size, long long num_key_heads, long long group_size) {
-    __shared__ Stage stage;
     const unsigned int num_value_heads = static_cast<unsigned int>(num_key_heads * group_size);
     const unsigned int value_head = blockIdx.x / NUM_TILES % num_value_heads;
     const unsigned int row_of_layers = blockIdx.x / NUM_TILES / num_value_heads;
@@ -86,42 +62,43 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delt
     const int tile_column = static_cast<int>(blockIdx.x % NUM_TILES) * TILE_COLUMNS;
 
     const unsigned int count = num_accepted[row * num_accepted_stride];
-    if (count == 0 || count > RING_LEN) return;
     const long long slot = valid_index(row_ids[layer * row_ids_layer_stride + row * row_ids_row_stride], max_slots);
     const long long ring_row =
         valid_index(ring_row_ids[layer * ring_row_ids_layer_stride + row * ring_row_ids_row_stride], ring_rows);
-    if (slot < 0 || ring_row < 0) return;
+    if (count == 0 || count > RING_LEN || slot < 0 || ring_row < 0) return;
 
-    STATE_TYPE* const pool = lane_state(recurrent_state, slot, state_slot_stride, value_head, tile_column);
+    // Every load is under way before the first value is used, and then that of one record ahead.
+    STATE_TYPE* const pool = StatePool{recurrent_state, state_slot_stride}.lane(slot, value_head, tile_column);
     StoredState stored_state;
-    stored_state.load(pool);
-
-    const LanePlace lane = lane_place();
+    stored_state.load_from_pool(pool);
     const unsigned int key_head = value_head / static_cast<unsigned int>(group_size);
     const int head_of_group = static_cast<int>(value_head % static_cast<unsigned int>(group_size));
-    const int num_records = static_cast<int>(count);
-    const RING_TYPE* const records = ring + first_record_offset(ring_row, num_key_heads, key_head, record_stride);
-    const long long tile_delta_offset = delta_offset(head_of_group) + tile_column;
+    const RING_TYPE* const first_record = ring + first_record_offset(ring_row, num_key_heads, key_head, record_stride);
+    const long long lane_delta_offset = delta_offset(head_of_group) + tile_column + lane_place().first_column;
     const long long head_decay_offset = decay_offset(head_of_group, group_size);
-    StagePart part;
-    part.load(records, num_records, record_stride, tile_delta_offset, head_decay_offset);
-    LaneState state;
-    stored_state.widen(state);
-    for (int first = 0; first < num_records; first += STAGE_RECORDS) {
-        const int num_left = num_records - first;
-        const int num_staged = num_left < STAGE_RECORDS ? num_left : STAGE_RECORDS;
-        part.store(stage, num_staged);
-        part.load(records + (first + STAGE_RECORDS) * record_stride, num_left - STAGE_RECORDS, record_stride,
-                  tile_delta_offset, head_decay_offset);
-        __syncthreads();
-        for (int place = 0; place < num_staged; ++place) {
-            float delta[COLUMNS_PER_LANE];
+    const int first_row = lane_place().first_row;
+    RecordPart next;
+    next.load(first_record, first_row, lane_delta_offset, head_decay_offset);
+    #pragma unroll
+    for (int part = 0; part < ROWS_PER_LANE; part += PART_ROWS) {
+        constexpr int LAST_PART = ROWS_PER_LANE - PART_ROWS;
+        float state[PART_ROWS][COLUMNS_PER_LANE];
+        #pragma unroll
+        for (int row = 0; row < PART_ROWS; ++row)
             #pragma unroll
             for (int column = 0; column < COLUMNS_PER_LANE; ++column)
-                delta[column] = stage.delta[place][lane.first_column + column];
-            update_state(state, stage.key[place] + lane.first_row, delta, stage.decay[place]);
+                state[row][column] = stored_state.rows[part + row][column];
+        const RING_TYPE* record = first_record;
+        for (unsigned int i = 0; i < count; ++i) {
+            const RecordPart current = next;
+            // Behind the last record comes the first one, for the next part; behind the last part it is read in vain,
+            // since a load in a branch would be waited for at the branch's end.
+            const bool is_last = i + 1 == count;
+            record = is_last ? first_record : record + record_stride;
+            next.load(record, first_row + (is_last && part < LAST_PART ? part + PART_ROWS : part), lane_delta_offset,
+                      head_decay_offset);
+            current.apply(state);
         }
-        __syncthreads();  // the next stage overwrites records that slower warps may still read
+        store_state(state, pool + part * VALUE_HEAD_DIM);
     }
-    store_state(state, pool);
 }

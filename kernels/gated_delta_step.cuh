@@ -21,6 +21,7 @@
 // chains to a thread and add across threads by shuffles or through shared memory: a + b = b + a, so only
 // the pairing matters, and it is always the tree's.
 #pragma once
+#include "intrinsics.cuh"
 
 constexpr int NUM_CHAINS = KEY_HEAD_DIM % 16 == 0 ? 16 : 8;
 constexpr int CHAIN_LENGTH = KEY_HEAD_DIM / NUM_CHAINS;
@@ -38,34 +39,41 @@ struct TokenScalars {
     float readout_scale;  // 1 / (|query| sqrt(KEY_HEAD_DIM))
 };
 
+// 1 / sqrt(sum_of_squares + NORM_EPSILON), within an ulp or two: the machine's estimate and one step of Newton's method.
+// Root and division rounded to nearest take several times as long, and their rare cases a branch.
+__device__ __forceinline__ float inverse_norm(float sum_of_squares) {
+    const float square = __fadd_rn(sum_of_squares, NORM_EPSILON);
+    const float estimate = reciprocal_square_root(square);
+    const float error = fmaf(-__fmul_rn(square, estimate), estimate, 1.0f);
+    return fmaf(__fmul_rn(0.5f, estimate), error, estimate);
+}
+
 __device__ __forceinline__ TokenScalars token_scalars(
-    float key_dot_key, float query_dot_query, float query_dot_key, float decay, float beta) {
-    const float inverse_key_norm = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(key_dot_key, NORM_EPSILON)));
-    const float query_norm = __fsqrt_rn(__fadd_rn(query_dot_query, NORM_EPSILON));
-    TokenScalars scalars;
-    scalars.decay = decay;
-    scalars.decay_over_key_norm = __fmul_rn(decay, inverse_key_norm);
-    scalars.beta_over_key_norm = __fmul_rn(beta, inverse_key_norm);
-    scalars.query_dot_key = query_dot_key;
-    scalars.readout_scale =
-        __fdiv_rn(1.0f, __fmul_rn(query_norm, __fsqrt_rn(static_cast<float>(KEY_HEAD_DIM))));
-    return scalars;
+    float inverse_key_norm, float inverse_query_norm, float query_dot_key, float decay, float beta) {
+    const float root = __fsqrt_rn(static_cast<float>(KEY_HEAD_DIM));
+    return {decay, __fmul_rn(decay, inverse_key_norm), __fmul_rn(beta, inverse_key_norm), query_dot_key,
+            __fmul_rn(inverse_query_norm, __fdiv_rn(1.0f, root))};
 }
 
+// A sum over the old state, memory or readout, as it counts: a decay of 0 has erased that state, even if it was so large
+// that the sum overflowed.
+__device__ __forceinline__ float counted_sum(float sum, float decay) { return decay == 0.0f ? 0.0f : sum; }
+
+// `memory` and `readout` are counted sums.
 __device__ __forceinline__ float delta_factor(const TokenScalars& scalars, float memory, float value) {
-    const float error = scalars.decay == 0.0f ? value : fmaf(-scalars.decay_over_key_norm, memory, value);
-    return __fmul_rn(scalars.beta_over_key_norm, error);
+    return __fmul_rn(scalars.beta_over_key_norm, fmaf(-scalars.decay_over_key_norm, memory, value));
 }
 
-// The state update of a token, and of a record that a token left: raw key, delta factor, decay.
-__device__ __forceinline__ float updated_element(float element, float key, float delta, float decay) {
-    return fmaf(key, delta, __fmul_rn(decay, element));
+// The state update of a token, and of a record that a token left: raw key, delta factor, decay. In two halves, because
+// the first does not wait for the token's sums.
+__device__ __forceinline__ float decayed_element(float element, float decay) { return __fmul_rn(decay, element); }
+
+__device__ __forceinline__ float updated_element(float decayed, float key, float delta) {
+    return fmaf(key, delta, decayed);
 }
 
 __device__ __forceinline__ float token_readout(const TokenScalars& scalars, float readout, float delta) {
-    const float old_part = scalars.decay == 0.0f ? 0.0f : __fmul_rn(scalars.decay, readout);
-    const float unscaled = fmaf(scalars.query_dot_key, delta, old_part);
-    return __fmul_rn(unscaled, scalars.readout_scale);
+    return __fmul_rn(fmaf(scalars.query_dot_key, delta, __fmul_rn(scalars.decay, readout)), scalars.readout_scale);
 }
 
 // The part of the tree over CHAINS neighbouring chains that one thread holds: sum of left[i] * right[i].

@@ -22,9 +22,29 @@ struct RowRange {
     long long end;
 };
 
+// What the tables say of a sequence, unread by anyone so far.
+struct TableEntries {
+    unsigned int slot;
+    unsigned int begin;
+    unsigned int end;
+};
+
+__device__ __forceinline__ TableEntries table_entries(const Batch& batch, long long sequence) {
+    const unsigned int* const offset = batch.input_row_offsets + sequence * batch.input_row_offsets_stride;
+    return {batch.slot_idx[sequence * batch.slot_idx_stride], offset[0], offset[batch.input_row_offsets_stride]};
+}
+
+// The same without waiting, where `is_wanted` says so.
+__device__ __forceinline__ void request_entries(
+    const Batch& batch, long long sequence, bool is_wanted, TableEntries& entries) {
+    const unsigned int* const offset = batch.input_row_offsets + sequence * batch.input_row_offsets_stride;
+    load_if(is_wanted, batch.slot_idx + sequence * batch.slot_idx_stride, entries.slot);
+    load_if(is_wanted, offset, entries.begin);
+    load_if(is_wanted, offset + batch.input_row_offsets_stride, entries.end);
+}
+
 // An offset clamped to [0, total_seq_len].
-__device__ __forceinline__ long long clamped_offset(const Batch& batch, long long position) {
-    const unsigned int bits = batch.input_row_offsets[position * batch.input_row_offsets_stride];
+__device__ __forceinline__ long long clamped_offset(const Batch& batch, unsigned int bits) {
     const long long offset = batch.offsets_are_signed ? static_cast<long long>(static_cast<int>(bits))
                                                       : static_cast<long long>(bits);
     return offset < 0 ? 0 : offset > batch.total_seq_len ? batch.total_seq_len : offset;
@@ -36,18 +56,18 @@ __device__ __forceinline__ long long valid_index(unsigned int index, long long c
 }
 
 // The slot of a sequence, or -1 where the sequence is padding.
-__device__ __forceinline__ long long live_slot(const Batch& batch, long long sequence) {
-    return valid_index(batch.slot_idx[sequence * batch.slot_idx_stride], batch.max_slots);
+__device__ __forceinline__ long long live_slot(const Batch& batch, const TableEntries& entries) {
+    return valid_index(entries.slot, batch.max_slots);
 }
 
 // The rows of a sequence; begin >= end where it has none (a decreasing pair among them).
-__device__ __forceinline__ RowRange sequence_rows(const Batch& batch, long long sequence) {
-    return {clamped_offset(batch, sequence), clamped_offset(batch, sequence + 1)};
+__device__ __forceinline__ RowRange sequence_rows(const Batch& batch, const TableEntries& entries) {
+    return {clamped_offset(batch, entries.begin), clamped_offset(batch, entries.end)};
 }
 
 // Zero those of the ROWS_PER_CLEARING_BLOCK rows of the n-th clearing block that no live sequence owns. The block
 // looks at every sequence, which stays right whatever the offsets hold: gaps before, after and between sequences,
-// padding rows, offsets that decrease. Call it with a whole block; `is_live(sequence)` says what is not padding.
+// padding rows, offsets that decrease. Call it with a whole block; `is_live(sequence, entries)` says what is not padding.
 constexpr int ROWS_PER_CLEARING_BLOCK = 64;
 
 template <typename IsLive, typename Stored>
@@ -62,10 +82,11 @@ __device__ __forceinline__ void clear_unowned_rows(
     if (threadIdx.x < ROWS_PER_CLEARING_BLOCK / 32) owned[threadIdx.x] = 0;
     __syncthreads();
     for (long long sequence = threadIdx.x; sequence < batch.batch_size; sequence += blockDim.x) {
-        const RowRange rows = sequence_rows(batch, sequence);
+        const TableEntries entries = table_entries(batch, sequence);
+        const RowRange rows = sequence_rows(batch, entries);
         const long long begin = rows.begin > first_row ? rows.begin : first_row;
         const long long end = rows.end < last_row ? rows.end : last_row;
-        if (begin >= end || !is_live(sequence)) continue;
+        if (begin >= end || !is_live(sequence, entries)) continue;
         for (int row = static_cast<int>(begin - first_row); row < static_cast<int>(end - first_row); ++row)
             atomicOr(&owned[row / 32], 1u << (row % 32));
     }

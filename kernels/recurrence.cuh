@@ -1,5 +1,6 @@
-// What the kernels that run tokens share: finding their work in a ragged batch, and the token loop over it.
+// What the kernels that run tokens share: their arguments, and finding work in a ragged batch.
 // The arguments of the recurrence functions are described at the head of gated_delta_recurrence_fwd.cu.
+//
 #pragma once
 #include "ragged_rows.cuh"
 #include "row_tile.cuh"
@@ -19,9 +20,11 @@ struct TokenArrays {
     long long out_channel_stride;
     long long num_key_heads;
     long long group_size;
+
+    __device__ __forceinline__ long long num_value_heads() const { return num_key_heads * group_size; }
 };
 
-// The block's share of the batch.
+// One tile of columns of one value head of one sequence.
 struct TileWork {
     unsigned int sequence;
     unsigned int value_head;
@@ -30,200 +33,54 @@ struct TileWork {
     int head_of_group;
 };
 
-// Blocks of the grid before those that clear unowned rows: tile fastest, then value head, then sequence.
-// Block numbers fit 31 bits, and 32-bit divisions are several times cheaper than 64-bit ones.
-__device__ __forceinline__ unsigned int num_recurrence_blocks(const TokenArrays& arrays, const Batch& batch) {
-    const long long num_value_heads = arrays.num_key_heads * arrays.group_size;
-    return static_cast<unsigned int>(batch.batch_size * num_value_heads * NUM_TILES);
+// Tiles of a batch: those of a value head are neighbours, then come its sequence's heads, then sequences. Their number
+// fits 31 bits, and 32-bit divisions are several times cheaper than 64-bit ones.
+__device__ __forceinline__ unsigned int num_tiles_of(const TokenArrays& arrays, const Batch& batch) {
+    return static_cast<unsigned int>(batch.batch_size * arrays.num_value_heads() * NUM_TILES);
 }
 
-__device__ __forceinline__ TileWork work_of_block(const TokenArrays& arrays) {
+__device__ __forceinline__ TileWork work_of_head(
+    const TokenArrays& arrays, unsigned int sequence, unsigned int value_head, int tile_column) {
     const unsigned int group_size = static_cast<unsigned int>(arrays.group_size);
-    const unsigned int num_value_heads = static_cast<unsigned int>(arrays.num_key_heads) * group_size;
-    const unsigned int head_of_batch = blockIdx.x / NUM_TILES;
-    TileWork work;
-    work.sequence = head_of_batch / num_value_heads;
-    work.value_head = head_of_batch % num_value_heads;
-    work.key_head = work.value_head / group_size;
-    work.head_of_group = static_cast<int>(work.value_head % group_size);
-    work.tile_column = static_cast<int>(blockIdx.x % NUM_TILES) * TILE_COLUMNS;
-    return work;
+    const unsigned int key_head = value_head / group_size;
+    return {sequence, value_head, key_head, tile_column, static_cast<int>(value_head - key_head * group_size)};
 }
 
-// A warp reads the keys and queries of its own rows and spreads them among its lanes through shared memory.
-__host__ __device__ constexpr int staged_rows() {
-    int rows = (WARP_ROWS + 31) / 32;
-    while (WARP_ROWS % rows != 0) ++rows;
-    return rows;
-}
-constexpr int STAGED_ROWS = staged_rows();  // that one lane reads
-constexpr int STAGING_LANES = WARP_ROWS / STAGED_ROWS;
-
-// Where a thread finds a token's inputs: the channels of the rows it reads and of its columns, and its value head's
-// gates, at token 0.
-struct TokenInputs {
-    const WORK_TYPE* query;
-    const WORK_TYPE* key;
-    const WORK_TYPE* value;
-    const GATE_TYPE* decay;
-    const GATE_TYPE* beta;
-};
-
-__device__ __forceinline__ int first_staged_row() { return static_cast<int>(threadIdx.x) % 32 * STAGED_ROWS; }
-
-__device__ __forceinline__ TokenInputs inputs_of(const TokenArrays& arrays, const TileWork& work) {
-    const int lane = threadIdx.x % 32 < STAGING_LANES ? threadIdx.x % 32 : 0;
-    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM +
-                                  static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + lane * STAGED_ROWS;
-    const long long key_dim = arrays.num_key_heads * KEY_HEAD_DIM;
-    const long long value_channel = 2 * key_dim + static_cast<long long>(work.value_head) * VALUE_HEAD_DIM +
-                                    work.tile_column + lane_place().first_column;
-    return {arrays.qkv_conv_output + key_channel * arrays.qkv_channel_stride,
-            arrays.qkv_conv_output + (key_dim + key_channel) * arrays.qkv_channel_stride,
-            arrays.qkv_conv_output + value_channel * arrays.qkv_channel_stride,
-            arrays.decay_per_token + work.value_head * arrays.decay_head_stride,
-            arrays.beta_per_token + work.value_head * arrays.beta_head_stride};
+__device__ __forceinline__ TileWork work_of_tile(const TokenArrays& arrays, unsigned int tile) {
+    const unsigned int num_value_heads = static_cast<unsigned int>(arrays.num_value_heads());
+    const unsigned int head_of_batch = tile / NUM_TILES;
+    return work_of_head(arrays, head_of_batch / num_value_heads, head_of_batch % num_value_heads,
+                        static_cast<int>(tile % NUM_TILES) * TILE_COLUMNS);
 }
 
-// A token's inputs as they lie in memory.
-struct StoredToken {
-    Run<WORK_TYPE, STAGED_ROWS, IS_PACKED> key;
-    Run<WORK_TYPE, STAGED_ROWS, IS_PACKED> query;
-    Run<WORK_TYPE, COLUMNS_PER_LANE, IS_PACKED> value;
-    GATE_TYPE decay;
-    GATE_TYPE beta;
-
-    __device__ __forceinline__ void load(const TokenArrays& arrays, const TokenInputs& inputs, long long token) {
-        const long long offset = token * arrays.qkv_token_stride;
-        key.load(inputs.key + offset, arrays.qkv_channel_stride);
-        query.load(inputs.query + offset, arrays.qkv_channel_stride);
-        value.load(inputs.value + offset, arrays.qkv_channel_stride);
-        decay = inputs.decay[token * arrays.decay_token_stride];
-        beta = inputs.beta[token * arrays.beta_token_stride];
-    }
-};
-
-// The raw key and query of one token.
-struct StagedToken {
-    alignas(16) float key[KEY_HEAD_DIM];
-    alignas(16) float query[KEY_HEAD_DIM];
-};
-
-// Bring a token's key and query to the lanes of the warp. Callers alternate between two `staged`: a lane that writes one
-// again has met, at the barrier of the token between, all lanes that read it.
-__device__ __forceinline__ void stage_token(StagedToken& staged, const StoredToken& token) {
-    if (threadIdx.x % 32 < STAGING_LANES) {
-        const int first = static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + first_staged_row();
-        #pragma unroll
-        for (int i = 0; i < STAGED_ROWS; ++i) {
-            staged.key[first + i] = token.key[i];
-            staged.query[first + i] = token.query[i];
-        }
-    }
-    __syncwarp();
-}
-
-// All that a token sums over the key head dimension, as far as a thread's rows go: key.key, query.query, query.key, an
-// unused place, then the memory of each column, then the readout of each column.
-constexpr int NUM_SUMS = 4 + 2 * COLUMNS_PER_LANE + (4 - 2 * COLUMNS_PER_LANE % 4) % 4;
-using TokenSums = float[NUM_SUMS];
-
-// What the warps of a block leave for each other: their part of every sum, by lane of a row.
-struct alignas(16) PartialSums {
-    float sums[NUM_WARPS][LANES_PER_ROW][NUM_SUMS];
-};
-
-// Complete the sums over all row groups of the block. Callers alternate between two `partial`, which makes one barrier a
-// token enough.
-__device__ __forceinline__ void add_across_row_groups(TokenSums& sums, PartialSums& partial) {
-    #pragma unroll
-    for (int i = 0; i < NUM_SUMS; ++i)
-        if (i != 3) sums[i] = add_across_lanes(sums[i], LANES_PER_ROW, WARP_GROUP_LANES);
-    if constexpr (NUM_WARPS > 1) {
-        const int lane_of_row = threadIdx.x % LANES_PER_ROW;
-        if (threadIdx.x % 32 < LANES_PER_ROW)
-            store_run<true>(partial.sums[threadIdx.x / 32][lane_of_row], 1, sums);
-        __syncthreads();
-        #pragma unroll
-        for (int first = 0; first < NUM_SUMS; first += 4) {
-            Packed<float, 4> branches[NUM_WARPS];
-            #pragma unroll
-            for (int warp = 0; warp < NUM_WARPS; ++warp)
-                branches[warp] = *reinterpret_cast<const Packed<float, 4>*>(&partial.sums[warp][lane_of_row][first]);
-            #pragma unroll
-            for (int distance = 1; distance < NUM_WARPS; distance *= 2)
-                #pragma unroll
-                for (int warp = 0; warp + distance < NUM_WARPS; warp += 2 * distance)
-                    #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        branches[warp].values[i] = __fadd_rn(branches[warp].values[i], branches[warp + distance].values[i]);
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[first + i] = branches[0].values[i];
-        }
-    }
-}
-
-// For kernels that keep no records.
-struct NoRecords {
-    __device__ __forceinline__ void token(long long, const float*, const float (&)[COLUMNS_PER_LANE], float) const {}
-};
-
-// Run the tokens [rows.begin, rows.end), at least one, from the state in the pool on: writes their readout, leaves the
-// last state in `state`. After each token `records.token(token, key, delta, decay)` is told what it did to the state:
-// the raw key at the thread's rows, the delta factors of its columns, the decay.
+// Zero the rows of a clearing block (ragged_rows.cuh).
 template <typename Records>
-__device__ __forceinline__ void run_tokens(
-    const TokenArrays& arrays, const TileWork& work, const RowRange& rows, const STATE_TYPE* pool,
-    LaneState& state, const Records& records) {
-    __shared__ PartialSums partial[2];
-    __shared__ StagedToken staged[2];
-    const TokenInputs inputs = inputs_of(arrays, work);
-    const long long first_channel =
-        static_cast<long long>(work.value_head) * VALUE_HEAD_DIM + work.tile_column + lane_place().first_column;
-    OUT_TYPE* const lane_out = arrays.out + first_channel * arrays.out_channel_stride;
-
-    // Every load is under way before the first value is used.
-    StoredState stored_state;
-    stored_state.load(pool);
-    StoredToken next;
-    next.load(arrays, inputs, rows.begin);
-    stored_state.widen(state);
-
-    for (long long token = rows.begin; token < rows.end; ++token) {
-        const StoredToken current = next;
-        if (token + 1 < rows.end) next.load(arrays, inputs, token + 1);
-        stage_token(staged[token % 2], current);
-        const float* const key = staged[token % 2].key + lane_place().first_row;
-        const float* const query = staged[token % 2].query + lane_place().first_row;
-
-        TokenSums sums;
-        sums[0] = thread_dot<CHAINS_PER_LANE>(key, key);
-        sums[1] = thread_dot<CHAINS_PER_LANE>(query, query);
-        sums[2] = thread_dot<CHAINS_PER_LANE>(query, key);
-        sums[3] = 0.0f;
-        float memory[COLUMNS_PER_LANE];
-        float readout[COLUMNS_PER_LANE];
-        thread_sums<CHAINS_PER_LANE>(state, key, query, memory, readout);
-        #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-            sums[4 + column] = memory[column];
-            sums[4 + COLUMNS_PER_LANE + column] = readout[column];
-        }
-        #pragma unroll
-        for (int i = 4 + 2 * COLUMNS_PER_LANE; i < NUM_SUMS; ++i) sums[i] = 0.0f;
-        add_across_row_groups(sums, partial[token % 2]);
-
-        const float decay = to_float(current.decay);
-        const TokenScalars scalars = token_scalars(sums[0], sums[1], sums[2], decay, to_float(current.beta));
-        float delta[COLUMNS_PER_LANE];
-        #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-            delta[column] = delta_factor(scalars, sums[4 + column], current.value[column]);
-            readout[column] = token_readout(scalars, sums[4 + COLUMNS_PER_LANE + column], delta[column]);
-        }
-        if (threadIdx.x < LANES_PER_ROW)
-            store_run<IS_PACKED>(lane_out + token * arrays.out_token_stride, arrays.out_channel_stride, readout);
-        records.token(token, staged[token % 2].key, delta, decay);
-        update_state(state, key, delta, decay);
-    }
+__device__ __forceinline__ void clear_rows(
+    const TokenArrays& arrays, const Batch& batch, const Records& records, unsigned int clearing_block) {
+    const auto is_live = [&](long long sequence, const TableEntries& entries) {
+        return live_slot(batch, entries) >= 0 && records.has_place(records.place_bits(sequence));
+    };
+    clear_unowned_rows(batch, clearing_block, is_live, arrays.out, arrays.out_token_stride, arrays.out_channel_stride,
+                       arrays.num_value_heads() * VALUE_HEAD_DIM);
 }
+
+// What run_batch asks about the records of a batch, answered for kernels that keep none: every sequence has a place for
+// them, none is written, and the last state goes to the pool. ring_window.cuh has the other answer.
+struct NoRecords {
+    using Stored = float;
+    static constexpr bool ARE_PACKED = true;
+
+    struct Window {
+        static constexpr long long record_stride = 0;
+        static constexpr bool is_recorded = false;
+        template <int COUNT>
+        __device__ __forceinline__ void write_key(long long, int, const float (&)[COUNT]) const {}
+        __device__ __forceinline__ void write_decay(long long, float) const {}
+        __device__ __forceinline__ Stored* delta_row(long long, int) const { return nullptr; }
+    };
+
+    __device__ __forceinline__ unsigned int place_bits(long long) const { return 0; }
+    __device__ __forceinline__ void request_place(long long, bool, unsigned int&) const {}
+    __device__ __forceinline__ bool has_place(unsigned int) const { return true; }
+    __device__ __forceinline__ Window window(const TileWork&, const RowRange&, unsigned int) const { return {}; }
+};

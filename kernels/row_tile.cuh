@@ -1,12 +1,14 @@
-// The row-tile thread map: one block advances one tile of columns of one value head of one sequence.
+// The row-tile thread map: how threads hold one tile of columns of one value head's state.
 //
-// MACROS     ROW_GROUPS, LANES_PER_ROW, COLUMNS_PER_LANE, beside those of gated_delta_step.cuh; STATE_TYPE
-// MAP        TILE_COLUMNS = LANES_PER_ROW * COLUMNS_PER_LANE columns a block. LANES_PER_ROW neighbouring threads (a row
+// MACROS     ROW_GROUPS, LANES_PER_ROW, COLUMNS_PER_LANE, STREAMED_WARPS beside those of gated_delta_step.cuh; STATE_TYPE;
+//            STATE_STAYS: whether states should stay in the cache as long as other memory
+// MAP        TILE_COLUMNS = LANES_PER_ROW * COLUMNS_PER_LANE columns a tile. LANES_PER_ROW neighbouring threads (a row
 //            group) hold neighbouring columns of the same rows, so that they read and write one contiguous piece of a
 //            state row; ROW_GROUPS row groups split the rows, each a whole number of the tree's chains.
-//            NUM_THREADS = max(32, ROW_GROUPS * LANES_PER_ROW); where 32 are more than the tile needs, the upper
-//            threads repeat the work of the lower ones.
-// CALLER     calls every function here with a whole block.
+//            STREAMED_WARPS = 0: a block of max(32, ROW_GROUPS * LANES_PER_ROW) threads holds a tile; where 32 are
+//            more than the tile needs, the upper threads repeat the work of the lower ones. Otherwise a block has
+//            STREAMED_WARPS warps, and each holds a tile of its own.
+// CALLER     calls every function here with all threads of a tile.
 #pragma once
 #include "gated_delta_step.cuh"
 #include "numeric_types.cuh"
@@ -15,8 +17,9 @@
 constexpr int TILE_COLUMNS = LANES_PER_ROW * COLUMNS_PER_LANE;
 constexpr int NUM_TILES = VALUE_HEAD_DIM / TILE_COLUMNS;
 constexpr int WORKING_THREADS = ROW_GROUPS * LANES_PER_ROW;
-constexpr int NUM_THREADS = WORKING_THREADS < 32 ? 32 : WORKING_THREADS;
-constexpr int NUM_WARPS = NUM_THREADS / 32;
+constexpr int TILE_THREADS = WORKING_THREADS < 32 ? 32 : WORKING_THREADS;
+constexpr int NUM_THREADS = STREAMED_WARPS > 0 ? STREAMED_WARPS * 32 : TILE_THREADS;
+constexpr int NUM_WARPS = TILE_THREADS / 32;  // that hold a tile
 constexpr int ROWS_PER_LANE = KEY_HEAD_DIM / ROW_GROUPS;
 constexpr int CHAINS_PER_LANE = NUM_CHAINS / ROW_GROUPS;
 constexpr int WARP_ROWS = KEY_HEAD_DIM / NUM_WARPS;  // of the state, held by one warp
@@ -30,28 +33,37 @@ static_assert((ROW_GROUPS & (ROW_GROUPS - 1)) == 0, "ROW_GROUPS must be a power 
 // A thread's share of the state.
 using LaneState = float[ROWS_PER_LANE][COLUMNS_PER_LANE];
 
+// Of states in the pool, in kernels whose STATE_STAYS macro says so. States pass once through a launch.
+constexpr Stay STATE_STAY = STATE_STAYS ? Stay::USUAL : Stay::SHORT;
+
 // A thread's share of the state as it lies in the pool, at `first`, the thread's first element.
 struct StoredState {
     Run<STATE_TYPE, COLUMNS_PER_LANE, IS_PACKED> rows[ROWS_PER_LANE];
 
-    __device__ __forceinline__ void load(const STATE_TYPE* first) {
+    template <Stay STAY>
+    __device__ __forceinline__ void load(const STATE_TYPE* first, int row_stride) {
         #pragma unroll
-        for (int row = 0; row < ROWS_PER_LANE; ++row) rows[row].load(first + row * VALUE_HEAD_DIM, 1);
+        for (int row = 0; row < ROWS_PER_LANE; ++row) rows[row].template load<STAY>(first + row * row_stride, 1);
     }
 
-    __device__ __forceinline__ void widen(LaneState& state) const {
+    __device__ __forceinline__ void load_from_pool(const STATE_TYPE* first) { load<STATE_STAY>(first, VALUE_HEAD_DIM); }
+
+    // Rows [FIRST, FIRST + ROWS) in float32.
+    template <int FIRST = 0, int ROWS>
+    __device__ __forceinline__ void widen(float (&state)[ROWS][COLUMNS_PER_LANE]) const {
         #pragma unroll
-        for (int row = 0; row < ROWS_PER_LANE; ++row)
+        for (int row = 0; row < ROWS; ++row)
             #pragma unroll
-            for (int column = 0; column < COLUMNS_PER_LANE; ++column) state[row][column] = rows[row][column];
+            for (int column = 0; column < COLUMNS_PER_LANE; ++column) state[row][column] = rows[FIRST + row][column];
     }
 };
 
-__device__ __forceinline__ void store_state(const LaneState& state, STATE_TYPE* first) {
-    if (threadIdx.x >= WORKING_THREADS) return;
+// Write rows of the thread's share to the pool, the first of them at `first`.
+template <int ROWS>
+__device__ __forceinline__ void store_state(const float (&state)[ROWS][COLUMNS_PER_LANE], STATE_TYPE* first) {
+    if (threadIdx.x % TILE_THREADS >= WORKING_THREADS) return;
     #pragma unroll
-    for (int row = 0; row < ROWS_PER_LANE; ++row)
-        store_run<IS_PACKED>(first + row * VALUE_HEAD_DIM, 1, state[row]);
+    for (int row = 0; row < ROWS; ++row) store_run<IS_PACKED, STATE_STAY>(first + row * VALUE_HEAD_DIM, 1, state[row]);
 }
 
 // Where the calling thread's share lies within its head and tile.
@@ -65,21 +77,48 @@ __device__ __forceinline__ LanePlace lane_place() {
             static_cast<int>(threadIdx.x) % LANES_PER_ROW * COLUMNS_PER_LANE};
 }
 
-// The thread's first element of the state in the pool.
-__device__ __forceinline__ STATE_TYPE* lane_state(
-    STATE_TYPE* recurrent_state, long long slot, long long state_slot_stride, unsigned int value_head, int tile_column) {
-    const LanePlace place = lane_place();
-    return recurrent_state + slot * state_slot_stride +
-           static_cast<long long>(value_head) * (KEY_HEAD_DIM * VALUE_HEAD_DIM) +
-           place.first_row * VALUE_HEAD_DIM + tile_column + place.first_column;
-}
+struct StatePool {
+    STATE_TYPE* states;
+    long long slot_stride;
 
-// A token's effect on the state of a lane.
-__device__ __forceinline__ void update_state(
-    LaneState& state, const float* key, const float (&delta)[COLUMNS_PER_LANE], float decay) {
+    // The first element of a tile, and of the thread's share of it.
+    __device__ __forceinline__ STATE_TYPE* tile(long long slot, unsigned int value_head, int tile_column) const {
+        return states + slot * slot_stride + static_cast<long long>(value_head) * (KEY_HEAD_DIM * VALUE_HEAD_DIM) +
+               tile_column;
+    }
+
+    __device__ __forceinline__ STATE_TYPE* lane(long long slot, unsigned int value_head, int tile_column) const {
+        const LanePlace place = lane_place();
+        return tile(slot, value_head, tile_column) + place.first_row * VALUE_HEAD_DIM + place.first_column;
+    }
+};
+
+// A token's effect on the state of a lane, in the two halves of gated_delta_step.cuh.
+__device__ __forceinline__ void decay_state(LaneState& state, float decay) {
     #pragma unroll
     for (int row = 0; row < ROWS_PER_LANE; ++row)
         #pragma unroll
         for (int column = 0; column < COLUMNS_PER_LANE; ++column)
-            state[row][column] = updated_element(state[row][column], key[row], delta[column], decay);
+            state[row][column] = decayed_element(state[row][column], decay);
+}
+
+__device__ __forceinline__ void update_decayed_state(
+    LaneState& state, const float* key, const float (&delta)[COLUMNS_PER_LANE]) {
+    #pragma unroll
+    for (int row = 0; row < ROWS_PER_LANE; ++row)
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column)
+            state[row][column] = updated_element(state[row][column], key[row], delta[column]);
+}
+
+// The same at once, for any number of a lane's rows.
+template <int ROWS>
+__device__ __forceinline__ void update_state(
+    float (&state)[ROWS][COLUMNS_PER_LANE], const float* key, const float (&delta)[COLUMNS_PER_LANE], float decay) {
+    #pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column)
+            state[row][column] =
+                updated_element(decayed_element(state[row][column], decay), key[row], delta[column]);
 }

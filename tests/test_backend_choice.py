@@ -30,7 +30,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     monkeypatch.setattr(numpy_backend, "gated_delta_recurrence_fwd", lambda *_: names.append("numpy"))
     monkeypatch.setattr(host, "run", lambda _: names.append("host"))
-    monkeypatch.setattr(cuda, "run", lambda *_: names.append("cuda"))
+    monkeypatch.setattr(cuda, "ReadyLaunch", lambda *_: lambda: names.append("cuda"))
     return names
 
 

@@ -23,6 +23,7 @@ from gdn.bench.cpu import CpuMachine
 from gdn.bench.cuda import GpuMachine
 from gdn.bench.measure import measure
 from gdn.bench.peers import load_peer
+from gdn.bench.peers.flash_infer import FlashInfer
 from gdn.bench.peers.peer import Peer, PeerRefused
 from gdn.bench.timing import Spread, spread
 from gdn.bench.traffic import (
@@ -35,6 +36,7 @@ from gdn.bench.traffic import (
     verify_bytes,
 )
 from gdn.bench.workload import DoesNotFit, Workload, build_workload, plan_sets
+from gdn.calls import BoundCall
 from gdn.cli import bench as bench_module
 from gdn.cli.main import main
 from gdn.geometry import HeadGeometry
@@ -348,6 +350,19 @@ def test_the_report() -> None:
     assert result.stderr == ""
 
 
+def test_pythons_part_of_a_call_stands_beside_that_of_a_bound_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overhead_us(self: CpuMachine, call: Callable[[], object]) -> float:
+        call()
+        return 3.0 if isinstance(call, BoundCall) else 11.0
+
+    monkeypatch.setattr(CpuMachine, "python_overhead_us", overhead_us)
+    parts = "gated_delta_recurrence_verify_ring 11.0 us (bound 3.0), gated_delta_state_fold 11.0 us (bound 3.0)"
+    assert f"Python's part of one call with out given: {parts}" in bench("step", *QUICK).stdout.replace("\n", " ")
+    report = document("decode", "prefill", *QUICK, "--seq-len", "5")
+    assert report["python_overhead_us"] == {"gated_delta_recurrence_fwd": 11.0}
+    assert report["bound_overhead_us"] == {"gated_delta_recurrence_fwd": 3.0}
+
+
 def test_all_regimes_without_a_word() -> None:
     rows = document(*QUICK, "--seq-len", "5")["rows"]
     assert [row["regime"] for row in rows] == ["decode", "verify", "fold", "step", "step", "step", "prefill"]
@@ -539,6 +554,39 @@ def test_a_peer_whose_call_is_another_is_one_line(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, path, module)
     with pytest.raises(PeerRefused, match=r"its other takes no "):
         load_peer(name)
+
+
+@pytest.mark.parametrize(
+    ("regime", "state_dtype", "reason"),
+    [
+        ("prefill", "bfloat16", "timed for prefill on a pool of float32 only"),
+        ("verify", "bfloat16", "no public call for a verify on a pool of bfloat16"),
+        ("decode", "float16", "float32 or bfloat16 only"),
+    ],
+)
+def test_what_flashinfer_has_no_call_for_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, regime: str, state_dtype: str, reason: str
+) -> None:
+    def decode(q: Any, state: Any, initial_state: Any, initial_state_indices: Any, output: Any) -> None:
+        pass
+
+    def other(**keywords: Any) -> None:
+        pass
+
+    functions = {"gated_delta_rule_mtp": other, "chunk_gated_delta_rule": other}
+    module = SimpleNamespace(gated_delta_rule_decode_pretranspose=decode, **functions)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    for path in ("flashinfer.gdn_decode", "flashinfer.gdn_prefill"):
+        monkeypatch.setitem(sys.modules, path, module)
+    peer = FlashInfer()
+    options = CaseOptions(
+        HeadGeometry(1, 1, 128, 128), state_dtypes=(state_dtype,), batches=(1,), seq_lens=(3,), cold=False
+    )
+    (case,) = build_cases((regime,), options, on_gpu=False)
+    workload = build_workload(case, CpuMachine("numpy"))
+    with pytest.raises(PeerRefused, match=reason):
+        peer.prepare(workload)
 
 
 class _Peer(Peer):

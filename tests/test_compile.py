@@ -1,8 +1,8 @@
 """Every kernel variant compiles for every architecture with no register spilled, on a machine without a GPU.
 
 The default run takes a set that covers head sizes, types and architectures; `pytest --exhaustive` takes every key head
-size with every thread map that its value head sizes make an op pick, and every thread map of the common sizes. Variants
-that differ in VALUE_HEAD_DIM alone count as one: it matters to a thread through its map only.
+size with every thread map that its value head sizes make an op pick, every thread map of the common sizes, and every
+streaming map. Variants that differ in VALUE_HEAD_DIM alone count as one: it matters to a thread through its map only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile
+from gdn.backends.streamed_tile import FEW_STREAMED_HEADS, LONG_ROW_TOKENS, streamed_tile_for, streamed_tiles
 from gdn.errors import KernelCompileError
+from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
 from gdn.recurrence import recurrence_inputs
 from gdn.ring import fold_inputs, verify_inputs
@@ -72,20 +74,20 @@ def variant_of(
     batch_size: int = 100,
     ring: SimpleNamespace | None = None,
 ) -> Variant:
-    """The variant of a call with these head sizes and types, made from shapes alone; two value heads a sequence.
+    """The variant of a call with these head sizes and types, made from shapes alone: single tokens, two value heads.
 
     That of the forward op, with a ring that of the verify.
     """
     key_head_dim, value_head_dim = sizes
-    gate, table = shape_of((4, 2), gate_dtype), shape_of((batch_size,), "uint32")
+    gate, table = shape_of((batch_size, 2), gate_dtype), shape_of((batch_size,), "uint32")
     inputs = recurrence_inputs(
         describe,
-        shape_of((4, 2 * key_head_dim + 2 * value_head_dim), work_dtype),
+        shape_of((batch_size, 2 * key_head_dim + 2 * value_head_dim), work_dtype),
         *(gate, gate),
         shape_of((3, 2, key_head_dim, value_head_dim), state_dtype),
         *(table, shape_of((batch_size + 1,), "uint32")),
     )
-    out = describe("out", shape_of((4, 2 * value_head_dim), out_dtype or work_dtype))
+    out = describe("out", shape_of((batch_size, 2 * value_head_dim), out_dtype or work_dtype))
     tile = tile or recurrence_launch.row_tile(inputs)
     if ring is not None:
         return verify_kernel.variant(verify_inputs(describe, inputs, ring, table), out, tile)
@@ -95,10 +97,9 @@ def variant_of(
 def ring_variants(
     sizes: tuple[int, int], state_dtype: str, ring_dtype: str, ring_len: int, batch_size: int
 ) -> tuple[Variant, Variant]:
-    """The variants of a verify and of a fold. Records are aligned where RING_LEN is even."""
+    """The variants of a verify and of a fold."""
     key_head_dim, value_head_dim = sizes
-    record_stride = key_head_dim + 2 * (value_head_dim + 1) + (6 if ring_len % 2 == 0 else 1)
-    ring = shape_of((3, 1, ring_len, record_stride), ring_dtype)
+    ring = ring_of(sizes, ring_len, ring_dtype)
     table, counts = shape_of((1, batch_size), "uint32"), shape_of((batch_size,), "uint32")
     pool = shape_of((3, 2, key_head_dim, value_head_dim), state_dtype)
     fold = fold_inputs(describe, pool, table, ring, table, counts)
@@ -106,6 +107,13 @@ def ring_variants(
         variant_of(sizes, state_dtype, state_dtype, batch_size=batch_size, ring=ring),
         fold_kernel.variant(fold, fold_kernel.row_tile(fold)),
     )
+
+
+def ring_of(sizes: tuple[int, int], ring_len: int, dtype: str) -> SimpleNamespace:
+    """A ring for two value heads of one key head. Records are aligned where RING_LEN is even."""
+    key_head_dim, value_head_dim = sizes
+    record_stride = key_head_dim + 2 * (value_head_dim + 1) + (6 if ring_len % 2 == 0 else 1)
+    return shape_of((3, 1, ring_len, record_stride), dtype)
 
 
 def distinct(variants: Iterable[Variant]) -> list[Variant]:
@@ -167,6 +175,7 @@ def covering_groups() -> Iterator[Group]:
         (sizes, *next(types), ring_len, 1 if ring_len == 4 else 100)
         for sizes, ring_len in product(RING_SIZES, RING_LENS)
     )
+    yield from stream_groups(covering_streams())
 
 
 def ring_groups(calls: Iterable[tuple[tuple[int, int], str, str, int, int]]) -> Iterator[Group]:
@@ -174,6 +183,53 @@ def ring_groups(calls: Iterable[tuple[tuple[int, int], str, str, int, int]]) -> 
     verifies, folds = zip(*(ring_variants(*call) for call in calls), strict=True)
     yield from spread("verify", verifies)
     yield from spread("fold", folds)
+
+
+#: Value head sizes whose blocks have 4 warps, 3, 2 and 1.
+STREAMED_VALUE_HEAD_DIMS = (128, 96, 64, 32)
+
+
+def covering_streams() -> Iterator[tuple[tuple[int, int], RowTile, int]]:
+    """Head sizes, map and width of the pool: every key head size with the maps that calls take by themselves."""
+    few, many = 1, FEW_STREAMED_HEADS
+    for key_head_dim, value_head_dim in zip(HEAD_DIMS[1::2], cycle(STREAMED_VALUE_HEAD_DIMS), strict=False):
+        heads = HeadGeometry(1, 2, key_head_dim, value_head_dim)
+        itemsize = 4 if key_head_dim % 32 == 0 else 2
+        calls = ((many, 4 * many), (few, 4), (few, LONG_ROW_TOKENS))
+        for tile in dict.fromkeys(streamed_tile_for(heads, itemsize, *call) for call in calls):
+            assert tile is not None
+            yield (key_head_dim, value_head_dim), tile, itemsize
+    for itemsize in (2, 4):  # the common size with all of its maps
+        for tile in streamed_tiles(128, 128, itemsize):
+            yield (128, 128), tile, itemsize
+
+
+def all_streams() -> Iterator[tuple[tuple[int, int], RowTile, int]]:
+    """Every map of every key head size, on two architectures."""
+    seen = set()
+    for key_head_dim, value_head_dim, itemsize in product(
+        HEAD_DIMS[1::2], (*STREAMED_VALUE_HEAD_DIMS, 24, 16, 8), (4, 2)
+    ):
+        for tile in streamed_tiles(key_head_dim, value_head_dim, itemsize):
+            if (key_head_dim, tile, itemsize) not in seen:
+                seen.add((key_head_dim, tile, itemsize))
+                yield from [((key_head_dim, value_head_dim), tile, itemsize)] * 2
+
+
+def stream_groups(streams: Iterable[tuple[tuple[int, int], RowTile, int]]) -> Iterator[Group]:
+    """Each of the maps with types, kernel and architecture in turn; their numbers have no divisor in common."""
+    types = {4: cycle((work, "float32") for work in FLOATS), 2: cycle(product(FLOATS, FLOATS[1:]))}
+    kernels = cycle((4, None, 4, 1, None))  # RING_LEN of a verify; None is a forward call
+    groups: dict[str, list[Variant]] = {architecture: [] for architecture in ARCHITECTURES}
+    for (sizes, tile, itemsize), architecture, ring_len in zip(streams, cycle(ARCHITECTURES), kernels, strict=False):
+        work_dtype, state_dtype = next(types[itemsize])
+        gate_dtype = work_dtype if len(groups[architecture]) % 3 == 0 else "float32"
+        ring = ring_of(sizes, ring_len, "float32") if ring_len else None
+        groups[architecture].append(
+            variant_of(sizes, work_dtype, state_dtype, gate_dtype=gate_dtype, tile=tile, ring=ring)
+        )
+    for architecture, variants in groups.items():
+        yield "streams", architecture, distinct(variants)
 
 
 def all_groups() -> Iterator[Group]:
@@ -193,6 +249,7 @@ def all_groups() -> Iterator[Group]:
         ]
         yield from spread(f"thread maps of KEY_HEAD_DIM {key_head_dim}", variants)
     yield from ring_groups(product(RING_SIZES, FLOATS, FLOATS, RING_LENS, (1, 100)))
+    yield from stream_groups(all_streams())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -246,6 +303,25 @@ def test_the_covering_set_covers_the_ring() -> None:
         assert {int(each["RING_LEN"]) for _, each in macros} == set(RING_LENS)
         pairs = {(each["STATE_TYPE"], each["RING_TYPE"]) for _, each in macros}
         assert pairs == set(product(("float", "bfloat16", "float16"), repeat=2))
+
+
+def test_the_covering_set_covers_streams() -> None:
+    groups = [group for group in covering_groups() if group[0] == "streams"]
+    assert {architecture for _, architecture, _ in groups} == set(ARCHITECTURES)
+    variants = [variant for _, _, group in groups for variant in group]
+    macros = [dict(variant.macros) for variant in variants]
+    assert all(int(each["STREAMED_WARPS"]) for each in macros)
+    assert {int(each["KEY_HEAD_DIM"]) for each in macros} == set(range(16, 257, 16))
+    assert {each["STREAMED_WARPS"] for each in macros} >= {"1", "2", "3", "4"}
+    assert {each["ROW_GROUPS"] for each in macros} == {"2", "4", "8", "16"}
+    pairs = {(each["WORK_TYPE"], each["STATE_TYPE"]) for each in macros}
+    assert pairs == set(product(("float", "bfloat16", "float16"), repeat=2))
+    assert {each["GATE_TYPE"] for each in macros} == {"float", "bfloat16", "float16"}
+    for kernel in (fwd_kernel, verify_kernel):
+        by_kernel = [variant for variant in variants if variant.kernel == kernel.KERNEL]
+        assert {dict(variant.macros)["ROW_GROUPS"] for variant in by_kernel} >= {"4", "8", "16"}
+        for architecture in ARCHITECTURES:
+            assert any(variant in by_kernel for _, each, group in groups if each == architecture for variant in group)
 
 
 def test_variants_of_one_thread_map_count_once() -> None:

@@ -13,18 +13,35 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("arguments", [(), pytest.param(("--cupy",), marks=pytest.mark.gpu)])
-def test_speculative_decode(arguments: tuple[str, ...], tmp_path: Path) -> None:
+on_each_array_library = pytest.mark.parametrize("arguments", [(), pytest.param(("--cupy",), marks=pytest.mark.gpu)])
+
+
+def output_of(name: str, arguments: tuple[str, ...], folder: Path) -> str:
+    """What an example prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / "speculative_decode.py"), *arguments],
-        cwd=tmp_path,
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    said = re.fullmatch(r"(\d+) tokens in 40 rounds of 4 sequences, tokens and states of plain decoding\n", done.stdout)
+    return done.stdout
+
+
+@on_each_array_library
+def test_speculative_decode(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    output = output_of("speculative_decode.py", arguments, tmp_path)
+    said = re.fullmatch(r"(\d+) tokens in 40 rounds of 4 sequences, tokens and states of plain decoding\n", output)
     assert said is not None
     # A token a round is what comes without any draft, four are all that a window can bring.
     assert 160 < int(said[1]) < 640
+
+
+@on_each_array_library
+def test_cuda_graph(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    how = "as one graph" if arguments else "one by one"
+    assert output_of("cuda_graph.py", arguments, tmp_path) == (
+        f"16 steps of 4 layers {how}, readouts and states of plain calls\n"
+    )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +497,216 @@ def test_narrowing_rounds_to_nearest_even() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         assert_same_bits(to_float16.view(np.float16), everything.astype(np.float16))
         assert_same_bits(to_bfloat16.view(ml_dtypes.bfloat16), everything.astype(ml_dtypes.bfloat16))
+
+
+# ---- Copies that are not waited for, and the shared memory of a launch ----
+
+COPY = """
+extern "C" __global__ void kernel(const char* in, float* before, float* after, long long shift) {
+    __shared__ float4 shared[64][2];
+    float* const row = &shared[threadIdx.x][0].x;
+    for (int i = 0; i < 8; ++i) row[i] = -1.0f;
+    start_copy_16<0, 16>(row, in + 32 * threadIdx.x + shift);
+    start_copy_16<16, 0>(row, in + 32 * threadIdx.x + shift);
+    for (int i = 0; i < 8; ++i) before[8 * threadIdx.x + i] = row[i];
+    WAIT;
+    for (int i = 0; i < 8; ++i) after[8 * threadIdx.x + i] = row[i];
+}
+"""
+
+
+def aligned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy that begins on a 16-byte boundary."""
+    memory = np.empty(values.size + 4, values.dtype)
+    result = memory[-memory.ctypes.data % 16 // values.itemsize :][: values.size].reshape(values.shape)
+    result[...] = values
+    return result
+
+
+def test_copies_happen_when_they_are_waited_for() -> None:
+    """In plain order a kernel that forgets to wait finds what was there before; in a seeded one sometimes."""
+    values = aligned(np.arange(512, dtype=np.float32).reshape(64, 2, 4))
+    exchanged = values[:, ::-1].reshape(-1)
+    for wait in ("wait_for_copies()", ""):
+        library = compiled(COPY, *["pointer"] * 3, "int64", defines=(f"-DWAIT={wait}",))
+        early = []
+        for seed in (0, *SEEDS):
+            before, after = np.zeros((2, 512), np.float32)
+            with host.options(order_seed=seed):
+                run(library, 1, 64, values, before, after, 0)
+            early.append(np.mean(before != -1))
+            assert (before[before != -1] == exchanged[before != -1]).all()
+            np.testing.assert_array_equal(after, exchanged if wait else before)
+        assert early[0] == 0
+        assert all(0.25 < share < 0.75 for share in early[1:])
+
+
+def test_copies_off_their_boundary_are_refused() -> None:
+    library = compiled(COPY, *["pointer"] * 3, "int64", defines=("-DWAIT=wait_for_copies()",))
+    values, before, after = aligned(np.zeros(516, np.float32)), *np.zeros((2, 512), np.float32)
+    run(library, 1, 64, values, before, after, 16)
+    for shift in (4, 8):
+        with pytest.raises(DeviceError, match=r"^kernel: block 0: thread 0 starts a copy that is not aligned$"):
+            run(library, 1, 64, values, before, after, shift)
+
+
+def test_a_thread_has_so_many_copies_under_way() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(const float* in, long long count) {
+            __shared__ float4 shared;
+            for (int round = 0; round < 2; ++round) {
+                for (int i = 0; i < count; ++i) start_copy_16<0, 0>(&shared, in);
+                wait_for_copies();
+            }
+        }""",
+        *("pointer", "int64"),
+    )
+    run(library, 1, 1, aligned(np.zeros(4, np.float32)), 256)
+    with pytest.raises(DeviceError, match="thread 0 has too many copies under way"):
+        run(library, 1, 1, aligned(np.zeros(4, np.float32)), 257)
+
+
+BULK_COPIES = """
+extern "C" __global__ void kernel(const float* in, float* out) {
+    __shared__ float4 places[16];
+    float* const shared = &places[0].x;
+    __shared__ CopyBarrier barrier;
+    if (threadIdx.x == 0) prepare_barrier(barrier);
+    __syncthreads();
+    for (unsigned int round = 0; round < 3; ++round) {
+        if (threadIdx.x == 0) {
+            expect_bytes(barrier, EXPECTED);
+            start_bulk_copy(shared, in + 64 * round + SHIFT, 128, barrier);
+            start_bulk_copy(shared + 32, in + 64 * round + 32, 128, barrier);
+        }
+        BEFORE;
+        wait_for_round(barrier, PARITY);
+        out[64 * round + threadIdx.x] = shared[63 - threadIdx.x];
+        BEHIND;
+    }
+}
+"""
+
+
+def bulk(
+    expected: int = 256,
+    shift: int = 0,
+    before: str = "__syncthreads()",
+    parity: str = "round % 2",
+    behind: str = "__syncthreads()",
+) -> host.Library:
+    macros = {"EXPECTED": expected, "SHIFT": shift, "BEFORE": before, "PARITY": parity, "BEHIND": behind}
+    defines = tuple(f"-D{name}={value}" for name, value in macros.items())
+    return compiled(BULK_COPIES, "pointer", "pointer", defines=defines)
+
+
+@pytest.mark.parametrize("seed", [0, *SEEDS])
+def test_bulk_copies_reach_every_thread_that_waits(seed: int) -> None:
+    values = aligned(np.arange(192, dtype=np.float32))
+    out = np.zeros(192, np.float32)
+    with host.options(order_seed=seed):
+        run(bulk(), 1, 64, values, out)
+    np.testing.assert_array_equal(out.reshape(3, 64), values.reshape(3, 64)[:, ::-1])
+
+
+REFUSED_ROUNDS: dict[str, dict[str, Any]] = {
+    "a round that was over before": {"parity": "(round + 1) % 2"},
+    "always the first round": {"parity": "0"},
+    "without meeting who begins it": {"before": "if (threadIdx.x < 32) __syncwarp()"},
+    "for more bytes than are copied": {"expected": 272},
+    "for fewer bytes than are copied": {"expected": 128},
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED_ROUNDS)
+def test_a_wait_for_a_round_that_nobody_began_is_refused(fault: str) -> None:
+    """Some order of threads shows each of them; on a GPU they are hangs, or reads of what is not yet there."""
+    library = bulk(**REFUSED_ROUNDS[fault])
+    messages = {message_of(library, seed) for seed in (0, *SEEDS)} - {""}
+    assert {message.partition(" waits ")[2] for message in messages} == {"for a round of copies that nobody began"}
+
+
+def message_of(library: host.Library, seed: int) -> str:
+    """What is refused of a run of the kernel above in an order; empty where nothing is."""
+    try:
+        with host.options(order_seed=seed):
+            run(library, 1, 64, aligned(np.zeros(192, np.float32)), np.zeros(192, np.float32))
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bulk_copy_off_its_boundary_is_refused() -> None:
+    with pytest.raises(DeviceError, match="thread 0 starts a copy that is not aligned"):
+        run(bulk(shift=1), 1, 64, aligned(np.zeros(196, np.float32)), np.zeros(192, np.float32))
+
+
+def test_the_next_round_that_overtakes_a_reader_shows_in_a_seeded_order() -> None:
+    """Refused, because a thread that has yet to wait for its round finds another under way, or seen in the values."""
+    values = aligned(np.arange(192, dtype=np.float32))
+    library = bulk(behind="__syncwarp()")
+    outs = np.zeros((len(SEEDS), 192), np.float32)
+    for seed, out in zip(SEEDS, outs, strict=True):
+        with host.options(order_seed=seed), suppress(DeviceError):
+            run(library, 1, 64, values, out)
+    assert not np.array_equal(
+        outs.reshape(-1, 3, 64), np.broadcast_to(values.reshape(3, 64)[:, ::-1], (len(SEEDS), 3, 64))
+    )
+
+
+def test_shared_memory_of_a_launch_is_one_place_and_starts_as_nan_in_every_block() -> None:
+    """More than the 48 KiB of a __shared__ variable."""
+    library = compiled(
+        """
+        __device__ float* place() { return reinterpret_cast<float*>(launch_shared_memory<80000>()); }
+        extern "C" __global__ void kernel(float* out, unsigned int* is_right) {
+            float* const shared = place();
+            __shared__ float other[32];
+            out[blockIdx.x * 32 + threadIdx.x] = shared[19968 + threadIdx.x];
+            shared[19968 + threadIdx.x] = threadIdx.x;
+            other[threadIdx.x] = -1.0f;
+            __syncthreads();
+            const bool is_seen = place()[19968 + 31 - threadIdx.x] == 31 - threadIdx.x;
+            is_right[blockIdx.x * 32 + threadIdx.x] = is_seen && reinterpret_cast<unsigned long long>(shared) % 16 == 0;
+        }""",
+        *("pointer", "pointer"),
+    )
+    for max_os_threads in (1, 3):
+        out, is_right = np.zeros((6, 32), np.float32), np.zeros((6, 32), np.uint32)
+        with host.options(max_os_threads=max_os_threads):
+            run(library, 6, 32, out, is_right)
+        assert np.isnan(out).all()
+        assert is_right.all()
+
+
+def test_a_load_that_is_not_wanted_reads_nothing() -> None:
+    library = compiled(
+        """extern "C" __global__ void kernel(const unsigned int* in, unsigned int* out) {
+            out[0] = out[1] = 7;
+            load_if(true, in, out[0]);
+            load_if(false, reinterpret_cast<const unsigned int*>(16), out[1]);
+        }""",
+        *("pointer", "pointer"),
+    )
+    out = np.zeros(2, np.uint32)
+    run(library, 1, 1, np.array([3], np.uint32), out)
+    assert out.tolist() == [3, 7]
+
+
+def test_reciprocal_square_root_is_as_near_as_the_gpus() -> None:
+    """Within 2^-22, over the numbers that sums of squares can be."""
+    library = compiled(
+        """extern "C" __global__ void kernel(const float* in, float* out, long long length) {
+            for (long long i = threadIdx.x; i < length; i += blockDim.x) out[i] = reciprocal_square_root(in[i]);
+        }""",
+        *("pointer", "pointer", "int64"),
+    )
+    values = np.exp(np.random.default_rng(0).uniform(np.log(1e-6), np.log(3e38), 10_000)).astype(np.float32)
+    out = np.zeros_like(values)
+    run(library, 1, 32, values, out, values.size)
+    assert np.abs(out * np.sqrt(values.astype(np.float64)) - 1).max() <= 2**-22
+    run(library, 1, 1, np.array([np.inf], np.float32), out, 1)
+    assert out[0] == 0
 
 
 # ---- The compiler ----

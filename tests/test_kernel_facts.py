@@ -18,6 +18,7 @@ from gdn.backends import launch, row_tile
 from gdn.backends import numpy as numpy_backend
 from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import KERNEL_TYPE
+from gdn.backends.streamed_tile import streamed_tiles
 from gdn.recurrence import recurrence_inputs
 
 KERNELS = Path(gdn.__file__).parents[1] / "kernels"
@@ -55,14 +56,18 @@ def test_kernels_include_nothing_of_the_system() -> None:
                 assert (KERNELS / name[1]).is_file()
 
 
-def test_every_macro_is_used_and_explained() -> None:
-    shapes = [(4, 48), (4, 2), (4, 2), (2, 2, 8, 8), (1,), (2,)]
+@pytest.mark.parametrize("family", ["block", "stream"])
+def test_every_macro_is_used_and_explained(family: str) -> None:
+    shapes = [(4, 96), (4, 2), (4, 2), (2, 2, 16, 16), (1,), (2,)]
     types = ["float32"] * 4 + ["uint32"] * 2
     six = [SimpleNamespace(shape=shape, dtype=DTYPES[name]) for shape, name in zip(shapes, types, strict=True)]
     inputs = recurrence_inputs(describe, *six)
     source = launch.source("gated_delta_recurrence_fwd.cu")
-    out = describe("out", SimpleNamespace(shape=(4, 16), dtype=DTYPES["float32"]))
-    for name, _ in fwd_kernel.variant(inputs, out, recurrence_launch.row_tile(inputs)).macros:
+    out = describe("out", SimpleNamespace(shape=(4, 32), dtype=DTYPES["float32"]))
+    tile = row_tile.nearest_row_tile(16, 16, 4) if family == "block" else streamed_tiles(16, 16, 4)[0]
+    macros = dict(fwd_kernel.variant(inputs, out, tile).macros)
+    assert ("SHARED_BYTES" in macros) == (family == "stream")
+    for name in macros:
         assert re.search(rf"^// .*\b{name}\b", source, re.MULTILINE), name
         assert re.search(rf"^(?!//).*\b{name}\b", source, re.MULTILINE), name
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+import gdn.ops
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs_and_equals_the_numpy_of_the_readme() -> None:
-    call, definition = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    call, definition, bound = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(call, "README.md", "exec"), names)
     exec(compile(definition, "README.md", "exec"), names)
@@ -29,3 +31,6 @@ def test_the_example_runs_and_equals_the_numpy_of_the_readme() -> None:
                 state, readout = names["token"](state, *inputs, *gates)
                 np.testing.assert_allclose(out[row, head], readout, atol=1e-6)
             np.testing.assert_allclose(names["pool"][slot, head], state, atol=1e-6)
+    arrays = [names[name].copy() for name in ("qkv", "decay", "beta", "pool", "slot_idx", "input_row_offsets")]
+    exec(compile(bound, "README.md", "exec"), names)
+    np.testing.assert_array_equal(names["out"], gdn.ops.gated_delta_recurrence_fwd(*arrays))

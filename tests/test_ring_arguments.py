@@ -13,7 +13,7 @@ from gdn import ops
 from gdn.arrays import DTYPES, describe
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import host as host_backend
-from gdn.backends.row_tile import default_row_tile
+from gdn.backends.row_tile import nearest_row_tile
 from gdn.errors import DTypeError, IndexValueError, LayoutError, ShapeError
 from gdn.geometry import HeadGeometry
 from gdn.ring import fold_inputs
@@ -745,7 +745,7 @@ def test_values_on_a_gpu_are_read_on_demand(verify: VerifyCall, fold: FoldCall) 
 def test_tables_that_no_launch_can_hold() -> None:
     """From shapes alone: 2^31 blocks are one too many."""
     heads = HeadGeometry(1, 2, 8, 8)
-    tile = default_row_tile(8, 8, 4)
+    tile = nearest_row_tile(8, 8, 4)
     blocks_a_row = heads.num_value_heads * (heads.value_head_dim // tile.columns)
     layers = 2**31 // (4 * blocks_a_row)
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from gdn import ops
-from gdn.backends import host
+from gdn.backends.row_tile import RowTile, forced_row_tile
 from gdn.geometry import HeadGeometry
-from gdn.testing.ring_cases import RING_CASES, RingCase, build_ring_arrays
-from gdn.testing.ring_checks import fold_of_forward, ring_subject
+from gdn.testing.ring_cases import RING_CASES, RingCase
 from gdn.testing.sweep import run_sweep
 
-#: Two key heads of two value heads, two tiles a head, and two stages of 8 records; the last row has no ring row.
+#: Two key heads of two value heads, two tiles a head; the last row has no ring row. No streaming map
+#: serves these sizes: test_stream_bites.py has the faults of streams.
 PLAIN = RingCase("plain", HeadGeometry(2, 4, 8, 128), 16, (16, 11, 17, 3, 5), (16, 9, 17, 0, 5), ring_padding=(4,))
 ROUNDED = replace(PLAIN, name="rounded", state_dtype="bfloat16")
-RECORD, VERIFY = "ring_record.cuh", "gated_delta_recurrence_verify_ring.cu"
-FOLD = "gated_delta_state_fold.cu"
-UPDATE = "update_state(state, stage.key[place] + lane.first_row, delta, stage.decay[place]);"
-EACH_ELEMENT = "for (int r = 0; r < ROWS_PER_LANE; ++r) for (int c = 0; c < COLUMNS_PER_LANE; ++c)"
+RECORD, WINDOW, FOLD = "ring_record.cuh", "ring_window.cuh", "gated_delta_state_fold.cu"
+BLOCK, RECURRENCE = "block_tokens.cuh", "recurrence.cuh"
+UPDATE = "update_state(state, key_rows, delta_factors, to_float(decay));"
+EACH_ELEMENT = "for (int r = 0; r < PART_ROWS; ++r) for (int c = 0; c < COLUMNS_PER_LANE; ++c)"
 
 
 def failed_checks(case: RingCase, backend: str) -> set[str]:
@@ -48,19 +48,24 @@ FAULTS: dict[str, Fault] = {
         (
             (
                 UPDATE,
-                f"{UPDATE.replace('stage.decay[place]', '1.0f')} {EACH_ELEMENT} state[r][c] *= stage.decay[place];",
+                f"{UPDATE.replace('to_float(decay)', '1.0f')} {EACH_ELEMENT} state[r][c] *= to_float(decay);",
             ),
         ),
         {"oracle", "E2"},
     ),
-    "second stage read from the first record": (
+    "every record read from the first one": (
         FOLD,
-        (("records + (first + STAGE_RECORDS) * record_stride", "records"),),
+        (("is_last ? first_record : record + record_stride;", "first_record;"),),
         {"oracle", "E2"},
     ),
     "records one element too close": (
-        VERIFY,
-        (("(token - first_token) * record_stride", "(token - first_token) * (record_stride - 1)"),),
+        WINDOW,
+        (
+            (
+                "work.key_head, record_stride),\n                record_stride,",
+                "work.key_head, record_stride), record_stride - 1,",
+            ),
+        ),
         {"oracle", "E2", "hands off"},
     ),
     "decay of the group's first head": (
@@ -74,7 +79,7 @@ FAULTS: dict[str, Fault] = {
         {"oracle", "E2"},
     ),
     "key of head 0 alone written": (
-        VERIFY,
+        WINDOW,
         (("work.tile_column == 0 && work.head_of_group == 0", "work.tile_column == 0 && work.value_head == 0"),),
         {"oracle", "E2", "hands off"},
     ),
@@ -84,13 +89,19 @@ FAULTS: dict[str, Fault] = {
         {"oracle", "E2"},
     ),
     "deltas of the first tile alone": (
-        VERIFY,
+        WINDOW,
         (("delta_offset(work.head_of_group) + work.tile_column", "delta_offset(work.head_of_group)"),),
         {"oracle", "E2", "hands off"},
     ),
     "one record too many": (
         FOLD,
-        (("static_cast<int>(count);", "static_cast<int>(count < RING_LEN ? count + 1 : count);"),),
+        (
+            (
+                "const unsigned int count = num_accepted[row * num_accepted_stride];",
+                "const unsigned int right = num_accepted[row * num_accepted_stride];"
+                " const unsigned int count = right > 0 && right < RING_LEN ? right + 1 : right;",
+            ),
+        ),
         {"oracle", "E2", "unread"},
     ),
     "counts of the first row for all": (
@@ -104,34 +115,49 @@ FAULTS: dict[str, Fault] = {
         {"oracle", "E2", "parts"},
     ),
     "pool written by verify": (
-        VERIFY,
-        (("if (!fits_ring) store_state", "store_state"),),
+        BLOCK,
+        (("if (!window.is_recorded) store_state", "store_state"),),
         {"oracle", "E2", "hands off"},
     ),
     "long row not written": (
-        VERIFY,
-        (("if (!fits_ring) store_state", "if (false) store_state"),),
+        BLOCK,
+        (("if (!window.is_recorded) store_state", "if (window.record_stride == 0) store_state"),),
         {"oracle", "hands off"},
     ),
-    "long row recorded": (VERIFY, (("fits_ring ? first_record : nullptr", "first_record"),), {"hands off"}),
-    "padding of a record written": (
-        VERIFY,
+    "long row recorded": (
+        WINDOW,
         (
             (
-                "from_float(decay, record[decay_offset]);",
-                "{ from_float(decay, record[decay_offset]); from_float(0.0f, record[record_stride - 1]); }",
+                "is_recorded && work.tile_column == 0 && work.head_of_group == 0",
+                "work.tile_column + work.head_of_group == 0",
+            ),
+        ),
+        {"hands off"},
+    ),
+    "padding of a record written": (
+        WINDOW,
+        (
+            (
+                "if (writes_decay) from_float(decay,",
+                "if (writes_decay) from_float(0.0f, first[(place + 1) * record_stride - 1]);"
+                " if (writes_decay) from_float(decay,",
             ),
         ),
         {"hands off"},
     ),
     "decay recorded with an error of one bit": (
-        VERIFY,
-        (("first_token) * record_stride;", "first_token) * record_stride; decay *= 1.0f + 2e-7f;"),),
+        WINDOW,
+        (("from_float(decay, first[", "from_float(decay * (1.0f + 2e-7f), first["),),
         {"E2"},
     ),
     "rows without a ring row left as they were": (
-        VERIFY,
-        (("live_slot(batch, sequence) >= 0 && ring_row_of(sequence) >= 0;", "live_slot(batch, sequence) >= 0;"),),
+        RECURRENCE,
+        (
+            (
+                "live_slot(batch, entries) >= 0 && records.has_place(records.place_bits(sequence));",
+                "live_slot(batch, entries) >= 0;",
+            ),
+        ),
         {"oracle", "E1"},
     ),
 }
@@ -151,25 +177,15 @@ def test_state_rounded_at_each_record(edit: Callable[..., None]) -> None:
     assert "E2" in failed_checks(ROUNDED, "host")
 
 
-@pytest.mark.parametrize(
-    "barrier",
-    [
-        ("__syncthreads();\n        for (int place = 0; place < num_staged", "for (int place = 0; place < num_staged"),
-        ("__syncthreads();  // the next stage", "// the next stage"),
-    ],
-    ids=["after filling a stage", "before the next stage"],
-)
-def test_a_missing_barrier(barrier: tuple[str, str], edit: Callable[..., None]) -> None:
-    edit(FOLD, barrier)
-    arrays = build_ring_arrays(PLAIN)
-    found = []
-    for seed in range(1, 5):
-        with host.options(order_seed=seed):
-            found += fold_of_forward(ring_subject(PLAIN, "host", arrays))
-    assert not all(found)
+#: Two parts of eight rows for each lane, in the map that the test forces.
+PARTS = replace(PLAIN, name="parts", heads=HeadGeometry(2, 4, 16, 64))
 
 
-# ---- Broken ops ----
+@pytest.mark.parametrize("rows", ["is_last && part < LAST_PART ? part + PART_ROWS : part", "0"], ids=["right", "wrong"])
+def test_the_second_part_of_a_lane(rows: str, edit: Callable[..., None]) -> None:
+    edit(FOLD, ("is_last && part < LAST_PART ? part + PART_ROWS : part", rows))
+    with forced_row_tile(RowTile(1, 16, 4)):
+        assert ("E2" in failed_checks(PARTS, "host")) == (rows == "0")
 
 
 def fold_of_nothing(*arguments: Any) -> None:

@@ -6,6 +6,8 @@ The only file that knows `cupy.RawModule`. CuPy is imported at the first use of 
 from __future__ import annotations
 
 import re
+import threading
+from array import array
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import Lock
@@ -16,6 +18,8 @@ from gdn.errors import DeviceError, KernelCompileError, rejection
 
 #: Rounding instructions for bfloat16 exist from here on.
 MIN_COMPUTE_CAPABILITY = (8, 0)
+
+_ALL_BITS = 2**64 - 1
 
 _functions: dict[tuple[Variant, int], Any] = {}
 _compile_lock = Lock()
@@ -59,20 +63,73 @@ def require_device(device: int) -> None:
         raise DeviceError(rejection(f"cuda:{device}", expected, _dotted(capability)))
 
 
+@cache
+def num_multiprocessors(device: int) -> int:
+    """Multiprocessors of a device."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 def device_index(place: str) -> int:
     """The number in "cuda:<number>"."""
     return int(place.removeprefix("cuda:"))
 
 
-def run(launch: Launch, device: int) -> None:
-    """Enqueue a launch on the device's current stream. Does not wait."""
-    import cupy
+class _Thread(threading.local):
+    """Of each thread: the devices whose context CUDA has made current to it once."""
 
-    launch.check()
-    function = load(launch.variant, device)
-    # CuPy passes a Python int in 8 bytes, the width of every parameter.
-    with cupy.cuda.Device(device):
-        function((launch.num_blocks,), (launch.threads_per_block,), launch.arguments)
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
+
+
+class ReadyLaunch:
+    """A launch on one device, checked and compiled, that a call enqueues on the device's current stream.
+
+    The arguments lie in memory as the driver reads them; a launch copies them, so that they may be changed between
+    launches, by one thread at a time. CuPy's own launch would convert every argument each time, which takes longer than
+    everything else.
+
+    Raises what `Launch.check` and `load` raise.
+    """
+
+    def __init__(self, launch: Launch, device: int) -> None:
+        import cupy
+
+        launch.check()
+        kernel = load(launch.variant, device)
+        self.launch = launch
+        self._cuda: Any = cupy.cuda
+        self._device = device
+        self.arguments = array("Q", [value & _ALL_BITS for value in launch.arguments])
+        first, count = self.arguments.buffer_info()
+        self._addresses = array("Q", range(first, first + 8 * count, 8))
+        with cupy.cuda.Device(device):
+            self._ensure_context()
+            self._function = kernel.kernel  # of this device
+        grid, block = (launch.num_blocks, 1, 1), (launch.threads_per_block, 1, 1)
+        self._before_stream = (self._function.ptr, *grid, *block, launch.variant.launch_shared_bytes)
+        self._behind_stream = (self._addresses.buffer_info()[0], 0)
+
+    def __call__(self) -> None:
+        """Enqueue the kernel. Does not wait."""
+        cuda, device = self._cuda, self._device
+        if cuda.runtime.getDevice() == device and device in _thread.devices:
+            stream = cuda.get_current_stream(device).ptr
+            cuda.driver.launchKernel(*self._before_stream, stream, *self._behind_stream)
+            return
+        with cuda.Device(device):
+            self._ensure_context()
+            self()
+
+    def _ensure_context(self) -> None:
+        """Make the context of the current device that of this thread, as the runtime does at most calls of it."""
+        if self._device not in _thread.devices:
+            self._cuda.runtime.memGetInfo()
+            _thread.devices.add(self._device)
 
 
 def load(variant: Variant, device: int) -> Any:
@@ -96,7 +153,10 @@ def _compile(variant: Variant, device: int) -> Any:
     with cupy.cuda.Device(device):
         try:
             module = cupy.RawModule(code=source(f"{stem}.cu"), options=("-std=c++17", *variant.defines))
-            return module.get_function(stem)
+            function = module.get_function(stem)
+            if variant.launch_shared_bytes:
+                function.max_dynamic_shared_size_bytes = variant.launch_shared_bytes
+            return function
         except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
             raise _compile_error(variant, str(error)) from error
 

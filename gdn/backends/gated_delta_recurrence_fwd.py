@@ -13,7 +13,7 @@ KERNEL = Kernel("gated_delta_recurrence_fwd", recurrence.PARAMETERS)
 
 def variant(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Variant:
     """The compile-time constants for these inputs."""
-    return Variant(KERNEL, recurrence.macros(inputs, out, tile))
+    return Variant(KERNEL, recurrence.macros(inputs, out, tile, keeps_records=False))
 
 
 def launch(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Launch:

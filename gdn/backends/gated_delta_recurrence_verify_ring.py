@@ -31,7 +31,7 @@ def variant(inputs: VerifyInputs, out: Argument, tile: RowTile) -> Variant:
     return Variant(
         KERNEL,
         (
-            *recurrence.macros(inputs.recurrence, out, tile),
+            *recurrence.macros(inputs.recurrence, out, tile, keeps_records=True),
             ("RING_LEN", str(ring_len(inputs.ring))),
             ("RING_TYPE", KERNEL_TYPE[inputs.ring.dtype]),
             ("RING_IS_PACKED", str(records_are_packed(inputs.ring)).lower()),

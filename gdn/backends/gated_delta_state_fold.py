@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from gdn.backends.gated_delta_recurrence_verify_ring import records_are_packed
 from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS, Kernel, Launch, Variant
-from gdn.backends.recurrence import pool_is_packed
-from gdn.backends.row_tile import RowTile, row_tile_for
+from gdn.backends.recurrence import TileSizes, pool_is_packed, state_stays, tile_size
+from gdn.backends.row_tile import RowTile, is_common_size, row_tile_for
 from gdn.errors import ShapeError, rejection
 from gdn.ring import FoldInputs, ring_len
 
@@ -32,10 +33,28 @@ KERNEL = Kernel(
 )
 
 
+#: As in `gdn.backends.recurrence`.
+_TILES: dict[int, TileSizes] = {
+    4: ((128, (16, 64)), (384, (32, 64)), (None, (64, 128))),
+    2: ((128, (32, 128)), (None, (32, 64))),
+}
+
+
 def row_tile(inputs: FoldInputs) -> RowTile:
     """The thread map for these inputs."""
     num_heads = inputs.num_layers * inputs.batch_size * inputs.geometry.num_value_heads
-    return row_tile_for(inputs.geometry, inputs.recurrent_state.itemsize, num_heads)
+    itemsize = inputs.recurrent_state.itemsize
+    return row_tile_for(inputs.geometry, itemsize, *tile_size(_TILES[itemsize], num_heads))
+
+
+def registers(inputs: FoldInputs, tile: RowTile) -> int:
+    """Registers that a thread may use: as few as it can without spilling, so that more of them fit."""
+    key_head_dim, itemsize = inputs.geometry.key_head_dim, inputs.recurrent_state.itemsize
+    elements = tile.elements_per_lane(key_head_dim)
+    is_light = is_common_size(key_head_dim) and pool_is_packed(inputs.recurrent_state) and tile.columns_per_lane <= 4
+    if is_light and (elements <= 32 or itemsize == 2):
+        return 80 if elements <= 32 else 96
+    return 128 if elements <= 64 else 256
 
 
 def num_blocks(inputs: FoldInputs, tile: RowTile) -> int:
@@ -52,6 +71,7 @@ def num_blocks(inputs: FoldInputs, tile: RowTile) -> int:
 def variant(inputs: FoldInputs, tile: RowTile) -> Variant:
     """The compile-time constants for these inputs."""
     geometry = inputs.geometry
+    stays = state_stays(inputs.recurrent_state, inputs.num_layers * inputs.batch_size)
     return Variant(
         KERNEL,
         (
@@ -61,7 +81,9 @@ def variant(inputs: FoldInputs, tile: RowTile) -> Variant:
             ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
             ("IS_PACKED", str(pool_is_packed(inputs.recurrent_state)).lower()),
             ("RING_TYPE", KERNEL_TYPE[inputs.ring.dtype]),
-            *tile.macros(geometry.key_head_dim),
+            ("RING_IS_PACKED", str(records_are_packed(inputs.ring)).lower()),
+            ("STATE_STAYS", str(stays).lower()),
+            *tile.macros(geometry.key_head_dim, inputs.recurrent_state.itemsize, registers(inputs, tile)),
         ),
     )
 

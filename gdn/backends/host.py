@@ -32,6 +32,7 @@ _COMPILERS = ("g++", "c++", "clang++")
 
 # -ffp-contract=off: a product and a sum round separately unless the kernel says fmaf, as `gdn` promises bits.
 # -fvisibility, -fno-gnu-unique: two kernels' libraries in one process must not share variables of one name.
+# -fno-strict-aliasing: kernels read 16-bit values as the words that hold two.
 # -fno-math-errno, -fno-trapping-math: change no value, and let loops over sqrtf and comparisons use vectors.
 _FLAGS = (
     "-std=c++17",
@@ -40,6 +41,7 @@ _FLAGS = (
     "-pthread",
     "-ffp-contract=off",
     "-fvisibility=hidden",
+    "-fno-strict-aliasing",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-DGDN_ON_CPU=1",

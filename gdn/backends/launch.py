@@ -43,6 +43,11 @@ class Variant:
     macros: tuple[tuple[str, str], ...]
 
     @property
+    def launch_shared_bytes(self) -> int:
+        """Shared memory that a launch must ask for, beside the kernel's own __shared__ variables."""
+        return int(dict(self.macros).get("SHARED_BYTES", 0))
+
+    @property
     def defines(self) -> tuple[str, ...]:
         """The macros as compiler options."""
         return tuple(f"-D{name}={value}" for name, value in self.macros)

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from gdn.arrays import Argument
+import math
+
+from gdn.arrays import CPU, Argument
+from gdn.backends import cuda
 from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS
-from gdn.backends.row_tile import RowTile, row_tile_for
+from gdn.backends.row_tile import (
+    MAX_SHORT_STAY_BYTES,
+    RowTile,
+    is_common_size,
+    nearest_row_tile,
+    row_tile_for,
+    row_tiles,
+)
+from gdn.backends.streamed_tile import blocks_at_once, streamed_registers, streamed_tile_for, streamed_tiles
 from gdn.errors import ShapeError, rejection
+from gdn.geometry import HeadGeometry
 from gdn.recurrence import RecurrenceInputs
+
+#: Columns of a tile and threads of its block, up to a number of heads; None for any number.
+TileSizes = tuple[tuple[int | None, tuple[int, int]], ...]
 
 #: As in `kernels/ragged_rows.cuh`.
 ROWS_PER_CLEARING_BLOCK = 64
+
+#: Stands for the multiprocessors of a GPU where there is none: few, so that blocks have much to stream through.
+HOST_MULTIPROCESSORS = 1
+
+#: Columns of a tile and threads of its block, by the most heads over all sequences, for each size of a pool's element.
+_TILES: dict[int, TileSizes] = {
+    4: ((128, (16, 32)), (384, (32, 64)), (None, (64, 128))),
+    2: ((512, (32, 64)), (None, (64, 128))),
+}
 
 #: The parameters that every recurrence kernel begins with.
 PARAMETERS = (
@@ -40,26 +64,80 @@ PARAMETERS = (
 )
 
 
-def row_tile(inputs: RecurrenceInputs) -> RowTile:
-    """The thread map for these inputs."""
-    num_heads = inputs.batch_size * inputs.geometry.num_value_heads
-    return row_tile_for(inputs.geometry, inputs.recurrent_state.itemsize, num_heads)
+def row_tile(inputs: RecurrenceInputs, out: Argument | None = None) -> RowTile:
+    """The thread map for these inputs and this readout; None is a readout yet to be made."""
+    geometry, itemsize = inputs.geometry, inputs.recurrent_state.itemsize
+    if is_packed(inputs, out):
+        streamed = streamed_tile_for(geometry, itemsize, inputs.batch_size, inputs.total_seq_len)
+        if streamed is not None:
+            return streamed
+    return row_tile_for(geometry, itemsize, *tile_size(_TILES[itemsize], inputs.batch_size * geometry.num_value_heads))
+
+
+def tile_size(sizes: TileSizes, num_heads: int) -> tuple[int, int]:
+    """Columns and threads for so many heads."""
+    return next(size for most, size in sizes if most is None or num_heads <= most)
+
+
+def registers(inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool) -> int:
+    """Registers that a thread may use: as few as it can without spilling, so that more of them fit.
+
+    A test compiles every variant and fails on a spill.
+    """
+    key_head_dim, itemsize = inputs.geometry.key_head_dim, inputs.recurrent_state.itemsize
+    if tile.streamed_warps:
+        return streamed_registers(tile, key_head_dim)
+    values = tile.elements_per_lane(key_head_dim) + 4 * tile.columns_per_lane  # and sums, delta factors, readouts
+    if values <= 32:
+        return 128
+    is_light = not keeps_records and is_packed(inputs, out) and inputs.qkv_conv_output.itemsize == 2
+    if (
+        is_light
+        and is_common_size(key_head_dim)
+        and values <= 80
+        and tile.threads <= 128
+        and (itemsize == 2 or tile.columns <= 32)
+    ):
+        return 128
+    return 168 if values <= 80 else 256
 
 
 def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
     """Blocks of the grid; raises ShapeError when one launch cannot hold them."""
     geometry = inputs.geometry
-    recurrence = inputs.batch_size * geometry.num_value_heads * (geometry.value_head_dim // tile.columns)
+    tiles = inputs.batch_size * geometry.num_value_heads * (geometry.value_head_dim // tile.columns)
     clearing = -(-inputs.total_seq_len // ROWS_PER_CLEARING_BLOCK)
-    if recurrence + clearing > MAX_GRID_BLOCKS:
+    if tiles + clearing > MAX_GRID_BLOCKS:
         expected = f"a batch of at most {MAX_GRID_BLOCKS} blocks in one launch"
-        raise ShapeError(rejection("slot_idx", expected, f"{recurrence + clearing} for {inputs.batch_size} sequences"))
-    return recurrence + clearing
+        raise ShapeError(rejection("slot_idx", expected, f"{tiles + clearing} for {inputs.batch_size} sequences"))
+    if not tile.streamed_warps:
+        return tiles + clearing
+    at_once = blocks_at_once(tile, geometry.key_head_dim) * multiprocessors(inputs.recurrent_state)
+    return min(tiles // tile.streamed_warps + clearing, at_once)
 
 
-def macros(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> tuple[tuple[str, str], ...]:
-    """The compile-time constants for these inputs."""
+def multiprocessors(array: Argument) -> int:
+    """Multiprocessors of the GPU that holds an array."""
+    if array.place in (None, CPU):
+        return HOST_MULTIPROCESSORS
+    return cuda.num_multiprocessors(cuda.device_index(array.place))
+
+
+def state_stays(state: Argument, num_states: int) -> bool:
+    """Whether a launch that reads and writes so many slots should leave them in the cache as long as usual.
+
+    One that only reads them should not.
+    """
+    return num_states * math.prod(state.shape[1:]) * state.itemsize > MAX_SHORT_STAY_BYTES
+
+
+def macros(
+    inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool
+) -> tuple[tuple[str, str], ...]:
+    """The compile-time constants for these inputs, of a kernel that keeps records or one that does not."""
     geometry = inputs.geometry
+    stays = not keeps_records and state_stays(inputs.recurrent_state, inputs.batch_size)
+    cap = registers(inputs, out, tile, keeps_records=keeps_records)
     return (
         ("KEY_HEAD_DIM", str(geometry.key_head_dim)),
         ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),
@@ -68,13 +146,18 @@ def macros(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> tuple[tupl
         ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
         ("OUT_TYPE", KERNEL_TYPE[out.dtype]),
         ("IS_PACKED", str(is_packed(inputs, out)).lower()),
-        *tile.macros(geometry.key_head_dim),
+        ("STATE_STAYS", str(stays).lower()),
+        *tile.macros(geometry.key_head_dim, inputs.recurrent_state.itemsize, cap),
     )
 
 
-def is_packed(inputs: RecurrenceInputs, out: Argument) -> bool:
-    """Whether queries, keys, values, states and readout allow the kernels' widest accesses."""
-    return inputs.qkv_conv_output.rows_are_packed() and pool_is_packed(inputs.recurrent_state) and out.rows_are_packed()
+def is_packed(inputs: RecurrenceInputs, out: Argument | None) -> bool:
+    """Whether queries, keys, values, states and readout allow the kernels' widest accesses; a new readout does."""
+    return (
+        inputs.qkv_conv_output.rows_are_packed()
+        and pool_is_packed(inputs.recurrent_state)
+        and (out is None or out.rows_are_packed())
+    )
 
 
 def pool_is_packed(pool: Argument) -> bool:
@@ -98,3 +181,12 @@ def arguments(inputs: RecurrenceInputs, out: Argument) -> tuple[int, ...]:
         *(inputs.batch_size, inputs.total_seq_len, inputs.max_slots),
         *(inputs.geometry.num_key_heads, inputs.geometry.group_size),
     )
+
+
+def some_row_tiles(heads: HeadGeometry, state_itemsize: int, count: int) -> tuple[RowTile, ...]:
+    """Maps that calls pick by themselves, and `count` more spread over all that serve these heads."""
+    sizes = heads.key_head_dim, heads.value_head_dim, state_itemsize
+    tiles, streamed = row_tiles(*sizes), streamed_tiles(*sizes)
+    picked = (nearest_row_tile(*sizes, *_TILES[state_itemsize][place][1]) for place in (0, -1))
+    spread = tiles[:: max(1, len(tiles) // count)][:count]
+    return tuple(dict.fromkeys((*picked, *streamed[:1], *streamed[-2:], *spread)))

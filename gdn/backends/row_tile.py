@@ -1,7 +1,8 @@
 """Thread maps of the row-tile kernels: how a block splits the state of one head among its threads.
 
 The choice changes speed, never bits: the reduction tree in `kernels/gated_delta_step.cuh` depends on the key
-head dimension alone, and a map only says which chains of it a thread holds.
+head dimension alone, and a map only says which chains of it a thread holds. There are two families: a block for each
+tile (here), and blocks whose warps stream through tiles (`gdn.backends.streamed_tile`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from gdn.geometry import HeadGeometry
 MAX_ELEMENTS_PER_LANE = 64
 #: Registers of one multiprocessor, the same from sm_80 to sm_120.
 REGISTERS_PER_MULTIPROCESSOR = 65536
-#: Registers a thread may use, by how many state elements, sums, delta factors and readouts it holds.
-_REGISTER_CAPS = ((32, 128), (80, 168))
 MAX_THREADS = 256
-#: Up to so many heads over all sequences, tiles of 64 columns would leave multiprocessors idle.
-FEW_HEADS = 128
+#: Bytes of state up to which a launch on an H200 gains from states that leave the cache at once; beyond it loses.
+MAX_SHORT_STAY_BYTES = 200_000_000
 #: Static shared memory that a block may have.
 MAX_SHARED_BYTES = 48 * 1024
 WARP = 32
@@ -35,51 +34,78 @@ def num_chains(key_head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """One thread map. A row group is `lanes_per_row` neighbouring threads with `columns_per_lane` columns each."""
+    """One thread map. A row group is `lanes_per_row` neighbouring threads with `columns_per_lane` columns each.
+
+    streamed_warps: 0 where a block holds one tile; otherwise the warps of a block, each of which holds a tile of its
+    own and goes from one to the next. tokens_per_warp: that each of them makes ready at a time.
+    """
 
     row_groups: int
     lanes_per_row: int
     columns_per_lane: int
+    streamed_warps: int = 0
+    tokens_per_warp: int = 1
 
     @property
     def columns(self) -> int:
-        """Columns of the state that one block owns."""
+        """Columns of a tile of the state."""
         return self.lanes_per_row * self.columns_per_lane
 
     @property
     def threads(self) -> int:
         """Threads of a block; at least one warp."""
-        return max(WARP, self.row_groups * self.lanes_per_row)
+        return self.streamed_warps * WARP or max(WARP, self.row_groups * self.lanes_per_row)
 
     def elements_per_lane(self, key_head_dim: int) -> int:
         """State elements that one thread holds."""
         return key_head_dim // self.row_groups * self.columns_per_lane
 
-    def min_blocks(self, key_head_dim: int) -> int:
-        """Blocks a multiprocessor must be able to hold, which caps the registers of a thread.
-
-        The caps leave room for a thread's sums, delta factors, addresses and scalars beside its part of the state. A
-        test compiles every variant and fails on a spill.
-        """
-        values = self.elements_per_lane(key_head_dim) + 4 * self.columns_per_lane
-        registers = next((cap for most, cap in _REGISTER_CAPS if values <= most), 256)
+    def min_blocks(self, registers: int) -> int:
+        """Blocks a multiprocessor must be able to hold, which caps the registers of a thread."""
         return REGISTERS_PER_MULTIPROCESSOR // (self.threads * registers)
 
-    def shared_bytes(self, key_head_dim: int) -> int:
-        """Static shared memory of `kernels/recurrence.cuh` with this map: two tokens, and twice the sums of warps."""
+    def shared_bytes(self, key_head_dim: int, state_itemsize: int) -> int:
+        """Shared memory of a block of the recurrence kernels, at most."""
+        if self.streamed_warps:
+            return self._streamed_bytes(key_head_dim, state_itemsize)
         warps = self.threads // WARP
         sums = 4 + 2 * self.columns_per_lane + (4 - 2 * self.columns_per_lane % 4) % 4
         tokens = 2 * 2 * 4 * key_head_dim
         return tokens + (2 * 4 * warps * self.lanes_per_row * sums if warps > 1 else 0) + 64  # and bits of clearing
 
-    def macros(self, key_head_dim: int) -> tuple[tuple[str, str], ...]:
-        """The map as compile-time constants of a kernel."""
+    def _streamed_bytes(self, key_head_dim: int, state_itemsize: int) -> int:
+        """States on their way, and two chunks of prepared tokens; `BlockMemory` in `kernels/streamed_tokens.cuh`."""
+
+        def aligned(num_bytes: int) -> int:
+            return -(-num_bytes // 16) * 16
+
+        rows, warps = key_head_dim // self.row_groups, self.streamed_warps
+        free_columns = 0 if self.columns * state_itemsize % 128 == 0 else self.columns
+        state = aligned(self.row_groups * (rows * self.columns + free_columns) * state_itemsize)
+        token = aligned(4 * (2 * self.row_groups * (rows + 4) + warps * self.columns + 5))
+        return warps * (state + 2 * self.tokens_per_warp * token) + 16  # and a barrier
+
+    def macros(self, key_head_dim: int, state_itemsize: int, registers: int) -> tuple[tuple[str, str], ...]:
+        """The map as compile-time constants of a kernel whose threads may use so many registers."""
+        shared: tuple[tuple[str, str], ...] = ()
+        if self.streamed_warps:
+            shared = (
+                ("TOKENS_PER_WARP", str(self.tokens_per_warp)),
+                ("SHARED_BYTES", str(self.shared_bytes(key_head_dim, state_itemsize))),
+            )
         return (
             ("ROW_GROUPS", str(self.row_groups)),
             ("LANES_PER_ROW", str(self.lanes_per_row)),
             ("COLUMNS_PER_LANE", str(self.columns_per_lane)),
-            ("MIN_BLOCKS", str(self.min_blocks(key_head_dim))),
+            ("MIN_BLOCKS", str(self.min_blocks(registers))),
+            ("STREAMED_WARPS", str(self.streamed_warps)),
+            *shared,
         )
+
+
+def is_common_size(key_head_dim: int) -> bool:
+    """Whether compilers get along with fewer registers: chains of the reduction tree are whole 16-byte runs."""
+    return key_head_dim in (64, 128)
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:
@@ -101,7 +127,7 @@ def row_tiles(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tu
         if value_head_dim % tile.columns == 0
         and row_groups * lanes_per_row <= MAX_THREADS
         and tile.elements_per_lane(key_head_dim) <= MAX_ELEMENTS_PER_LANE
-        and tile.shared_bytes(key_head_dim) <= MAX_SHARED_BYTES
+        and tile.shared_bytes(key_head_dim, state_itemsize) <= MAX_SHARED_BYTES
     )
 
 
@@ -118,26 +144,32 @@ def forced_row_tile(tile: RowTile) -> Iterator[None]:
         _forced.reset(token)
 
 
-def row_tile_for(heads: HeadGeometry, state_itemsize: int, num_heads: int) -> RowTile:
-    """The map of a call on `num_heads` value heads, all sequences together; inside `forced_row_tile` the forced one."""
-    forced = _forced.get()
-    if forced is not None:
-        return forced
-    few_heads = num_heads <= FEW_HEADS
-    return default_row_tile(heads.key_head_dim, heads.value_head_dim, state_itemsize, few_heads=few_heads)
+def forced() -> RowTile | None:
+    """The map that calls here and now are forced to."""
+    return _forced.get()
+
+
+def row_tile_for(heads: HeadGeometry, state_itemsize: int, columns: int, threads: int) -> RowTile:
+    """The map, of those with a block for each tile, nearest to a tile of `columns` on `threads` threads.
+
+    Inside `forced_row_tile` the forced one, if it is of this family.
+    """
+    wanted = forced()
+    if wanted is not None and not wanted.streamed_warps:
+        return wanted
+    return nearest_row_tile(heads.key_head_dim, heads.value_head_dim, state_itemsize, columns, threads)
 
 
 @cache
-def default_row_tile(
-    key_head_dim: int, value_head_dim: int, state_itemsize: int, *, few_heads: bool = False
+def nearest_row_tile(
+    key_head_dim: int, value_head_dim: int, state_itemsize: int, columns: int = 64, threads: int = 128
 ) -> RowTile:
-    """The map an op picks: four columns a thread on a tile of up to 64, four warps a block.
+    """Of all maps the one with four columns a thread, so that one access moves them, and the nearest numbers.
 
     Neighbouring threads should continue the same row for 128 to 256 bytes; that decides bandwidth more than anything
-    else. More than 64 state elements a thread would leave too few threads to hide a load. For `few_heads` one warp
-    takes 16 columns: that spreads them over more multiprocessors, and a block of one warp needs no barrier.
+    else, for many heads. Few heads are spread over more multiprocessors by smaller tiles. More than 64 state elements a
+    thread would leave too few threads to hide a load.
     """
-    columns, threads = (16, WARP) if few_heads else (64, 4 * WARP)
 
     def merit(tile: RowTile) -> tuple[int, int, int, int]:
         return (
@@ -148,12 +180,3 @@ def default_row_tile(
         )
 
     return max(row_tiles(key_head_dim, value_head_dim, state_itemsize), key=merit)
-
-
-def some_row_tiles(heads: HeadGeometry, state_itemsize: int, count: int) -> tuple[RowTile, ...]:
-    """The maps that calls pick by themselves, and `count` more spread over all that serve these heads."""
-    sizes = heads.key_head_dim, heads.value_head_dim, state_itemsize
-    tiles = row_tiles(*sizes)
-    spread = tiles[:: max(1, len(tiles) // count)][:count]
-    defaults = (default_row_tile(*sizes, few_heads=few_heads) for few_heads in (False, True))
-    return tuple(dict.fromkeys((*defaults, *spread)))

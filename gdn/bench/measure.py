@@ -66,11 +66,19 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Overhead:
+    """Python's part of one call in microseconds: of the op with `out` given, and of the same call bound."""
+
+    op_us: float
+    bound_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """The rows of one case, ours first, then other packages', and Python's part of a call by op."""
 
     rows: tuple[Row, ...]
-    overhead_us: dict[str, float]
+    overhead: dict[str, Overhead]
 
 
 def measure(
@@ -135,14 +143,15 @@ def _untimed(case: BenchCase, by: str, problem: str, *, failed: bool = False) ->
     return Row(case, by, case_bytes(case), case.cold, 0, "", None, problem, failed)
 
 
-def _overhead(workload: Workload) -> dict[str, float]:
+def _overhead(workload: Workload) -> dict[str, Overhead]:
     """Python's part of one call of each op of the regime, where it can be told apart."""
-    regime = workload.case.regime
+    regime, machine = workload.case.regime, workload.machine
     found = {}
     for part in ("verify", "fold") if regime == "step" else (regime,):
-        overhead = workload.machine.python_overhead_us(workload.calls(part)[0])
-        if overhead is not None:
-            found[OPS[part]] = overhead
+        op_us = machine.python_overhead_us(workload.calls(part)[0])
+        bound_us = machine.python_overhead_us(workload.bound(part))
+        if op_us is not None and bound_us is not None:
+            found[OPS[part]] = Overhead(op_us, bound_us)
     return found
 
 

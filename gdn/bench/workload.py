@@ -69,34 +69,45 @@ class Workload:
 
     def forward(self, window: Window, pool: Any = None) -> None:
         """Run a window plainly, on the workload's pool unless another is given."""
-        ops.gated_delta_recurrence_fwd(
+        ops.gated_delta_recurrence_fwd(*self._six(window, pool), out=window.out)
+
+    def verify(self, inputs: InputSet) -> None:
+        """Verify the windows of all layers."""
+        for window in inputs.windows:
+            ops.gated_delta_recurrence_verify_ring(*self._eight(window), out=window.out)
+
+    def fold(self, inputs: InputSet) -> None:
+        """Fold what is accepted, all layers at once."""
+        ops.gated_delta_state_fold(*self._five(inputs))
+
+    def bound(self, part: str) -> Call:
+        """The op of a regime of one op, bound to arrays of the first set: of a verify, those of its first layer."""
+        inputs = self.sets[0]
+        window = inputs.windows[0]
+        if part == "fold":
+            return ops.bind(ops.gated_delta_state_fold, *self._five(inputs))
+        if part == "verify":
+            return ops.bind(ops.gated_delta_recurrence_verify_ring, *self._eight(window), out=window.out)
+        return ops.bind(ops.gated_delta_recurrence_fwd, *self._six(window), out=window.out)
+
+    def _six(self, window: Window, pool: Any = None) -> tuple[Any, ...]:
+        """The arguments that all recurrence functions take first."""
+        return (
             window.qkv_conv_output,
             window.decay_per_token,
             window.beta_per_token,
             self.pool if pool is None else pool,
             window.slot_idx,
             window.input_row_offsets,
-            out=window.out,
         )
 
-    def verify(self, inputs: InputSet) -> None:
-        """Verify the windows of all layers."""
-        for window in inputs.windows:
-            ops.gated_delta_recurrence_verify_ring(
-                window.qkv_conv_output,
-                window.decay_per_token,
-                window.beta_per_token,
-                self.pool,
-                window.slot_idx,
-                window.input_row_offsets,
-                self.ring,
-                window.ring_rows,
-                out=window.out,
-            )
+    def _eight(self, window: Window) -> tuple[Any, ...]:
+        """The arguments of a verify."""
+        return *self._six(window), self.ring, window.ring_rows
 
-    def fold(self, inputs: InputSet) -> None:
-        """Fold what is accepted, all layers at once."""
-        ops.gated_delta_state_fold(self.pool, inputs.row_ids, self.ring, inputs.ring_row_ids, inputs.num_accepted)
+    def _five(self, inputs: InputSet) -> tuple[Any, ...]:
+        """The arguments of a fold."""
+        return self.pool, inputs.row_ids, self.ring, inputs.ring_row_ids, inputs.num_accepted
 
     def step(self, inputs: InputSet) -> None:
         """Verify, then fold."""

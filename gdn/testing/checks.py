@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gdn import oracle
-from gdn.backends.row_tile import forced_row_tile, some_row_tiles
+from gdn.backends.recurrence import some_row_tiles
+from gdn.backends.row_tile import forced_row_tile
 from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase

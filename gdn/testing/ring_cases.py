@@ -165,6 +165,15 @@ def _named_cases() -> tuple[RingCase, ...]:
         _case("ring_48_layers", (1, 2, 32, 32), 4, num_layers=48, **few),
         _case("ring_in_bfloat16", small, 4, ring_dtype="bfloat16"),
         _case("ring_in_float16", small, 4, ring_dtype="float16"),
+        _case(
+            "ring_stream_of_windows",
+            (4, 32, 32, 32),
+            4,
+            num_layers=1,
+            lengths=(4, 0, 3, 1, 2, 7, 4, 2) * 7,
+            num_accepted=(4, 0, 1, 1, 0, 7, 3, 2) * 7,
+            padding=(2, 21),
+        ),
         _case("ring_walk", small, 4, walk_steps=30, **few),
         _case("ring_walk_bfloat16_pool", small, 4, walk_steps=60, state_dtype="bfloat16", **few),
     )

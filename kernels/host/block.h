@@ -51,6 +51,17 @@ struct Warp {
     unsigned result[WARP_LANES];
 };
 
+// Copies that a thread has started and not yet waited for. They happen at the wait, so that a kernel which forgets it
+// finds what was there before. In a seeded order about half of them happen at once instead, so that a kernel which
+// starts them too early overwrites what others still read.
+struct Copy {
+    void* to;
+    const void* from;
+    size_t num_bytes;
+};
+constexpr unsigned MAX_COPIES = 256;
+using Copies = Copy[MAX_COPIES];
+
 GDN_BETWEEN_FIBERS unsigned ready_lanes(const Warp& warp) {
     return warp.alive & ~warp.at_barrier & ~warp.in_collective;
 }
@@ -70,6 +81,11 @@ struct Block {
 
     Context os_thread;
     Context fibers[MAX_THREADS];
+    // Numbers apart from what they count, so that memory for copies that nobody starts is never touched.
+    unsigned num_copies[MAX_THREADS];
+    unsigned num_bulk_copies;  // of the whole block; one round of them is under way at a time
+    Copies copies[MAX_THREADS];
+    Copies bulk_copies;
     char* stacks;
     unsigned num_stacks;
     Block* next_idle;
@@ -248,6 +264,50 @@ __attribute__((noinline)) GDN_BETWEEN_FIBERS unsigned warp_collective(
     return warp.result[lane];
 }
 
+[[noreturn]] inline void refuse(const char* what) {
+    Block& block = *here.block;
+    snprintf(block.error, sizeof block.error, "block %u: thread %u %s", block.block_idx, here.thread_idx.x, what);
+    end_block(block);
+}
+
+// `unit`: of which both addresses must be multiples.
+inline void start_copy_into(Copies& started, unsigned& num_started, const Copy& copy, size_t unit) {
+    const size_t bits = reinterpret_cast<size_t>(copy.to) | reinterpret_cast<size_t>(copy.from) | copy.num_bytes;
+    if (bits % unit != 0) refuse("starts a copy that is not aligned");
+    if (num_started == MAX_COPIES) refuse("has too many copies under way");
+    Block& block = *here.block;
+    if (block.grid->order_seed != 0 && (mix(++block.random) >> 32) % 2 != 0) {
+        memcpy(copy.to, copy.from, copy.num_bytes);
+    } else {
+        started[num_started++] = copy;
+    }
+}
+
+inline void finish_copies_of(const Copies& started, unsigned& num_started) {
+    for (unsigned i = 0; i < num_started; ++i) memcpy(started[i].to, started[i].from, started[i].num_bytes);
+    num_started = 0;
+}
+
+inline void start_copy(void* to, const void* from, size_t num_bytes) {
+    Block& block = *here.block;
+    const unsigned self = here.thread_idx.x;
+    start_copy_into(block.copies[self], block.num_copies[self], {to, from, num_bytes}, num_bytes);
+}
+inline void finish_copies() {
+    finish_copies_of(here.block->copies[here.thread_idx.x], here.block->num_copies[here.thread_idx.x]);
+}
+
+// A thread that waits for bulk copies sees them, whoever started them and whoever waited first.
+inline void start_bulk_copy(void* to, const void* from, size_t num_bytes) {
+    start_copy_into(here.block->bulk_copies, here.block->num_bulk_copies, {to, from, num_bytes}, 16);
+    happens_before(&here.block->bulk_copies);
+}
+inline void finish_bulk_copies() {
+    happens_after(&here.block->bulk_copies);
+    finish_copies_of(here.block->bulk_copies, here.block->num_bulk_copies);
+    happens_before(&here.block->bulk_copies);
+}
+
 // The last act of a thread: nobody waits for it any longer.
 [[noreturn]] GDN_BETWEEN_FIBERS void thread_returned() {
     Block& block = *here.block;
@@ -283,6 +343,7 @@ GDN_BETWEEN_FIBERS void reset(Block& block, const Grid& grid, unsigned block_idx
     block.num_barriers = 0;
     block.random = mix(mix(grid.order_seed) + block_idx);
     block.error[0] = '\0';
+    block.num_bulk_copies = 0;
     draw_held_warp(block);
     for (unsigned i = 0; i < block.num_warps; ++i) {
         const unsigned num_lanes = grid.threads_per_block - i * WARP_LANES;
@@ -293,6 +354,7 @@ GDN_BETWEEN_FIBERS void reset(Block& block, const Grid& grid, unsigned block_idx
         warp.in_collective = 0;
     }
     for (unsigned i = 0; i < grid.threads_per_block; ++i) {
+        block.num_copies[i] = 0;
         prepare(block.fibers[i], block.stacks + i * STACK_STRIDE, fiber_main);
     }
 }

@@ -2,7 +2,8 @@
 
 States lie as [slot, num_value_heads, value_head_dim, key_head_dim]. Gates are taken before their nonlinearity: with
 A_log = 0 and dt_bias = 0 its decay is exp(-softplus(a)) and its beta sigmoid(b), from which a and b follow. A verify
-leaves a snapshot of the state after every token, and accepting copies one of them into the pool.
+leaves a snapshot of the state after every token, and accepting copies one of them into the pool. On a pool of bfloat16
+the decode call is also the one that verifies, in the versions in which it takes a buffer for snapshots.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from typing import Any
 import numpy as np
 
 from gdn.bench.peers.peer import PeerRefused
-from gdn.bench.peers.torch_peer import COMPARED_SEQUENCES, DEVICE, PeerCalls, Tokens, TorchPeer, require_keywords
+from gdn.bench.peers.torch_peer import (
+    COMPARED_SEQUENCES,
+    DEVICE,
+    PeerCalls,
+    Tokens,
+    TorchPeer,
+    missing_keywords,
+    require_keywords,
+)
 from gdn.bench.timing import Call
 from gdn.bench.workload import Workload
 from gdn.testing.ring_cases import RingCase
 
 _HEAD_DIM = 128  # the least that its decode takes, and the only one that all of its calls take
+_SNAPSHOT_KEYWORDS = ("intermediate_states_buffer", "disable_state_update")
 
 
 class FlashInfer(TorchPeer):
@@ -32,9 +42,7 @@ class FlashInfer(TorchPeer):
         self._decode = require_keywords(
             decode.gated_delta_rule_decode_pretranspose, "initial_state", "initial_state_indices", "output"
         )
-        self._verify = require_keywords(
-            decode.gated_delta_rule_mtp, "intermediate_states_buffer", "disable_state_update", "output"
-        )
+        self._verify = require_keywords(decode.gated_delta_rule_mtp, *_SNAPSHOT_KEYWORDS, "output")
         self._prefill = require_keywords(
             import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule, "output_state", "cu_seqlens", "g"
         )
@@ -47,8 +55,10 @@ class FlashInfer(TorchPeer):
             raise PeerRefused("it takes queries, keys and values of 16 bits only")
         if call.padding:
             raise PeerRefused("timed without padding rows only")
-        if case.regime != "decode" and call.state_dtype != "float32":
-            raise PeerRefused(f"it has no public call for {case.regime} on a pool of {call.state_dtype}")
+        if call.state_dtype not in ("float32", "bfloat16"):
+            raise PeerRefused("it keeps states in float32 or bfloat16 only")
+        if case.regime == "prefill" and call.state_dtype != "float32":
+            raise PeerRefused("timed for prefill on a pool of float32 only")
         prepare = {"decode": self._decode_calls, "prefill": self._prefill_calls}.get(case.regime, self._step_calls)
         return prepare(workload)
 
@@ -70,7 +80,8 @@ class FlashInfer(TorchPeer):
         return self.torch.empty_like(tokens.value)
 
     def _slots(self, workload: Workload, idx: int) -> Any:
-        return self.tensor(workload.sets[idx].windows[0].slot_idx).int()
+        """Copied: its kernels want more than the alignment of one slot of a table."""
+        return self.copy(self.tensor(workload.sets[idx].windows[0].slot_idx).int())
 
     def _decode_calls(self, workload: Workload) -> PeerCalls:
         case, pool = workload.case, self._pool(workload)
@@ -95,7 +106,9 @@ class FlashInfer(TorchPeer):
 
     def _step_calls(self, workload: Workload) -> PeerCalls:
         """Verify with a snapshot of every token, and the copy of the snapshot that was accepted."""
-        case, call, pool = workload.case, workload.case.ring_call, self._pool(workload)
+        case, call = workload.case, workload.case.ring_call
+        function, keywords = self._verifier(call.state_dtype)
+        pool = self._pool(workload)
         verify, fold, outs = [], [], []
         for idx, inputs in enumerate(workload.sets):
             tokens = self.tokens(inputs.windows[0], case.heads).batched(case.batch_size)
@@ -105,7 +118,7 @@ class FlashInfer(TorchPeer):
             outs.append(self._empty_readout(tokens))
             verify.append(
                 _bound(
-                    self._verify,
+                    function,
                     q=tokens.query,
                     k=tokens.key,
                     v=tokens.value,
@@ -114,6 +127,7 @@ class FlashInfer(TorchPeer):
                     output=outs[-1],
                     intermediate_states_buffer=snapshots,
                     disable_state_update=True,
+                    **keywords,
                     **self._gates(tokens),
                 )
             )
@@ -130,6 +144,14 @@ class FlashInfer(TorchPeer):
             None if case.regime == "fold" else lambda: _flat(outs[0]),
             None if case.regime == "verify" else lambda: _keys_first(pool, self._slots(workload, 0)),
         )
+
+    def _verifier(self, state_dtype: str) -> tuple[Any, dict[str, Any]]:
+        """Its call that verifies on a pool of some type, and what that call wants beside the arguments of both."""
+        if state_dtype == "float32":
+            return self._verify, {}
+        if missing_keywords(self._decode, *_SNAPSHOT_KEYWORDS):
+            raise PeerRefused(f"this version has no public call for a verify on a pool of {state_dtype}")
+        return self._decode, {"state": None}
 
     def _copy_of_snapshots(self, workload: Workload, pool: Any, slots: Any, snapshots: Any, idx: int) -> Call:
         """Into neighbouring slots straight from the buffer, else through a temporary array, as PyTorch does it."""

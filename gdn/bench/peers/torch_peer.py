@@ -125,16 +125,24 @@ class TorchPeer(Peer):
         return tensor if array.dtype.kind in "iu" else tensor.view(getattr(self.torch, array.dtype.name))
 
     def tokens(self, window: Window, heads: HeadGeometry) -> Tokens:
-        """The tokens of a window, dense; gates in float32."""
+        """The tokens of a window, dense; gates in float32.
+
+        All are copies: a row of one token counts as dense where it lies, but not with the strides and the alignment
+        that packages compile for.
+        """
         qkv = self.tensor(window.qkv_conv_output)
         query, key, value = qkv.split([heads.key_dim, heads.key_dim, heads.value_dim], dim=1)
         return Tokens(
-            query.unflatten(1, (heads.num_key_heads, -1)).contiguous(),
-            key.unflatten(1, (heads.num_key_heads, -1)).contiguous(),
-            value.unflatten(1, (heads.num_value_heads, -1)).contiguous(),
-            self.tensor(window.decay_per_token).float().contiguous(),
-            self.tensor(window.beta_per_token).float().contiguous(),
+            self.copy(query.unflatten(1, (heads.num_key_heads, -1))),
+            self.copy(key.unflatten(1, (heads.num_key_heads, -1))),
+            self.copy(value.unflatten(1, (heads.num_value_heads, -1))),
+            self.copy(self.tensor(window.decay_per_token).float()),
+            self.copy(self.tensor(window.beta_per_token).float()),
         )
+
+    def copy(self, tensor: Any) -> Any:
+        """A dense copy, aligned as any allocation is."""
+        return tensor.clone(memory_format=self.torch.contiguous_format)
 
     def accepted_rows(self, call: RingCase) -> tuple[Any, Any, list[int]]:
         """Rows of the tokens that are accepted, their prefix table, and the sequences that accept something."""
@@ -228,9 +236,15 @@ def _in_order(first: Call, second: Call) -> Call:
 
 def require_keywords(function: Any, *keywords: str) -> Any:
     """The function, if its signature has the keywords. Raises PeerRefused where it does not."""
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    missing = [keyword for keyword in keywords if keyword not in parameters]
-    if missing and not takes_any:
+    missing = missing_keywords(function, *keywords)
+    if missing:
         raise PeerRefused(f"its {function.__name__} takes no {', '.join(missing)}")
     return function
+
+
+def missing_keywords(function: Any, *keywords: str) -> list[str]:
+    """Those of the keywords that the function does not take."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [keyword for keyword in keywords if keyword not in parameters]

@@ -1,0 +1,106 @@
+"""Thread maps of the streaming kernels, `kernels/streamed_tokens.cuh`: which there are, and which one a call takes.
+
+They serve windows of several tokens: a warp keeps its tile in registers from one token to the next, and meets the other
+warps of its block once a chunk of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from gdn.backends.row_tile import WARP, RowTile, forced, num_chains
+from gdn.geometry import HeadGeometry
+
+#: State elements a streaming thread may hold: a few large tiles need fewer exchanges than many small ones.
+MAX_STREAMED_ELEMENTS = 128
+#: ... and those together with the values of the tokens that it makes ready: one more and some variant spills.
+MAX_STREAMED_VALUES = 188
+#: Shared memory that a block may ask for on every architecture that is served, beside a few bytes of its own variables.
+MAX_LAUNCH_SHARED_BYTES = 99 * 1024 - 64
+#: Mean tokens of a sequence from which on streaming pays: a single token is bound by the state's bytes.
+MIN_STREAMED_TOKENS = 2
+#: ... and from which on a warp makes several tokens ready at a time.
+LONG_ROW_TOKENS = 16
+#: Up to so many heads over all sequences, large tiles would leave multiprocessors idle.
+FEW_STREAMED_HEADS = 64
+
+_COLUMNS_PER_LANE = 4
+_MAX_ROW_GROUPS = 16
+_CHUNK_TOKENS = 4  # at least
+_MAX_TOKENS_PER_WARP = 4
+_MAX_WARPS = 4
+#: Warps that may share a whole head, which is then copied in bulk.
+_MAX_WARPS_OF_HEAD = 6
+
+
+@cache
+def streamed_tiles(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tuple[RowTile, ...]:
+    """Every streaming map that serves these head sizes, from large tiles to small ones."""
+    maps = (
+        tile
+        for row_groups in (2, 4, 8, _MAX_ROW_GROUPS)
+        for tile in _maps_of(row_groups, value_head_dim)
+        if num_chains(key_head_dim) == 16
+        and tile.elements_per_lane(key_head_dim) <= MAX_STREAMED_ELEMENTS
+        and streamed_values(tile, key_head_dim) <= MAX_STREAMED_VALUES
+        and tile.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES
+    )
+    return tuple(dict.fromkeys(maps))
+
+
+def _maps_of(row_groups: int, value_head_dim: int) -> Iterator[RowTile]:
+    """Blocks of a whole head, or of as many warps as divide it; small tiles for long rows too.
+
+    A thread that holds a small part of the state has registers left for the tokens of a long chunk.
+    """
+    lanes_per_row = WARP // row_groups
+    num_tiles, rest = divmod(value_head_dim, lanes_per_row * _COLUMNS_PER_LANE)
+    if rest:
+        return
+    warps = next(count for count in range(_MAX_WARPS, 0, -1) if num_tiles % count == 0)
+    if num_tiles <= _MAX_WARPS_OF_HEAD:
+        warps = num_tiles
+    yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, -(-_CHUNK_TOKENS // warps))
+    if row_groups == _MAX_ROW_GROUPS:
+        yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, _MAX_TOKENS_PER_WARP)
+
+
+def streamed_tile_for(heads: HeadGeometry, state_itemsize: int, batch_size: int, total_seq_len: int) -> RowTile | None:
+    """The map of a call, None where it should not stream, or no such map serves its heads.
+
+    Inside `forced_row_tile` the forced one, or None if that does not stream.
+    """
+    if not batch_size:  # a streaming block reads the tables of a sequence before it knows that there is one
+        return None
+    tiles = streamed_tiles(heads.key_head_dim, heads.value_head_dim, state_itemsize)
+    wanted = forced()
+    if wanted is not None:
+        return wanted if wanted in tiles else None
+    if not tiles or total_seq_len < MIN_STREAMED_TOKENS * batch_size:
+        return None
+    if batch_size * heads.num_value_heads > FEW_STREAMED_HEADS:
+        return tiles[0]
+    small = [tile for tile in tiles if tile.row_groups == tiles[-1].row_groups]
+    return small[-1] if total_seq_len >= LONG_ROW_TOKENS * batch_size else small[0]
+
+
+def streamed_values(tile: RowTile, key_head_dim: int) -> int:
+    """How much a streaming thread holds: of each token that it makes ready a chain, values and gates; its state.
+
+    A state element counts for more than one, since what a token does to it takes registers as well.
+    """
+    chain, values = key_head_dim // num_chains(key_head_dim), -(-tile.streamed_warps * tile.columns // WARP)
+    return tile.elements_per_lane(key_head_dim) * 5 // 4 + tile.tokens_per_warp * (chain + values + 2)
+
+
+def streamed_registers(tile: RowTile, key_head_dim: int) -> int:
+    """Registers a streaming thread may use, so that it spills none; found by compiling, as numbers do not tell."""
+    elements = tile.elements_per_lane(key_head_dim)
+    fits = elements <= 32 or (elements == 96 and streamed_values(tile, key_head_dim) <= 136)
+    return 168 if fits else 256
+
+
+def blocks_at_once(tile: RowTile, key_head_dim: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    return tile.min_blocks(streamed_registers(tile, key_head_dim))

@@ -1,0 +1,112 @@
+"""How ops run: a call is checked, made ready and run at once, or kept with its arrays to be run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gdn import arrays, plans
+from gdn.arrays import Argument
+from gdn.backends import backend_for_numpy_arrays, cuda, host, row_tile
+from gdn.backends.launch import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A call that lacks nothing but to be run.
+
+    arguments: its arrays in the order of the call, None for one left out. written: those of them that it writes.
+    numpy_form: what runs it on the backend numpy. launch: its kernel on the others. idle: whether it has nothing to do.
+    result: what the op returns.
+    """
+
+    arguments: tuple[Argument | None, ...]
+    written: tuple[Argument, ...]
+    numpy_form: Callable[[], None]
+    launch: Callable[[], Launch]
+    idle: bool
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A call whose arrays keep every rule about shapes, types, layout and places.
+
+    check_values: looks at the values of its index arrays. ready: decides the grid and makes a readout not given.
+    """
+
+    place: str
+    check_values: Callable[[], None]
+    ready: Callable[[], Ready]
+
+
+#: The rules of an op: takes what the op takes, in the order of its signature, and raises what breaks a rule.
+Rules = Callable[..., Checked]
+
+
+def run(rules: Rules, *given: Any) -> Any:
+    """Check a call and run it. On CuPy arrays, what was checked of a call of the same kind is not checked again.
+
+    Returns what the op does; for an op that returns nothing, anything.
+    """
+    seen = arrays.signature(given)
+    if seen is None:
+        return BoundCall(rules, given)()
+    metadata, addresses = seen
+    kind = (rules, row_tile.forced(), *metadata)
+    plan = plans.find(kind)
+    if plan is not None and plan.run(addresses):
+        return given[-1]  # an op that returns its readout takes it last
+    bound = BoundCall(rules, given)
+    result = bound()
+    bound.keep_plan(kind, given)
+    return result
+
+
+class BoundCall:
+    """A call bound to its arrays and checked, to be run as often as it is called; `gdn.ops.bind` makes one."""
+
+    def __init__(self, rules: Rules, given: Sequence[Any]) -> None:
+        """Check the call, and compile it for a GPU. Raises what the op would, but for index values."""
+        checked = rules(*given)
+        if checked.place != arrays.CPU:
+            cuda.require_device(cuda.device_index(checked.place))
+        self._ready = checked.ready()
+        self._run = _runner(checked, self._ready)
+        self._result = self._ready.result
+
+    def __call__(self) -> Any:
+        """Run the call on what its arrays hold now; returns what the op would."""
+        self._run()
+        return self._result
+
+    def keep_plan(self, kind: Hashable, given: Sequence[Any]) -> None:
+        """Make a plan of this call, which is of this kind and was given these arrays."""
+        if isinstance(self._run, cuda.ReadyLaunch):
+            pairs = zip(given, self._ready.arguments, strict=True)
+            arguments = [None if value is None else argument for value, argument in pairs]
+            plans.keep(kind, self._run, arguments, self._ready.written)
+
+
+def _runner(checked: Checked, ready: Ready) -> Callable[[], None]:
+    """What runs the call where its arrays are; for NumPy arrays on the backend that is chosen here and now."""
+    if checked.place != arrays.CPU:
+        return _nothing if ready.idle else cuda.ReadyLaunch(ready.launch(), cuda.device_index(checked.place))
+    if ready.idle:
+        compute: Callable[[], None] = _nothing
+    elif backend_for_numpy_arrays() == "host":
+        compute = partial(host.run, ready.launch())
+    else:
+        compute = ready.numpy_form
+
+    def check_and_compute() -> None:
+        checked.check_values()
+        compute()
+
+    return check_and_compute
+
+
+def _nothing() -> None:
+    """What a call without sequences and tokens does."""

@@ -1,0 +1,98 @@
+// A streaming block's way through the batch: which tokens come next.
+#pragma once
+#include "recurrence.cuh"
+#include "stream_state.cuh"
+
+constexpr int CHUNK_TOKENS = STREAMED_WARPS * TOKENS_PER_WARP;
+
+// A share of the batch: BLOCK_COLUMNS columns of a value head of a sequence. Jobs are numbered like tiles.
+struct Job {
+    unsigned int sequence;
+    unsigned int of_sequence;  // its number among the sequence's
+};
+
+// The tokens that a block runs between two meetings, all of one window; none where the window's sequence is padding or
+// empty. Token numbers fit 32 bits, as input_row_offsets does.
+struct Chunk {
+    Job job;
+    TileWork work;  // of the block's first tile
+    unsigned int slot;
+    unsigned int place_bits;
+    unsigned int begin;  // of the window
+    unsigned int end;
+    unsigned int token;  // the chunk's first
+
+    __device__ __forceinline__ int num_tokens() const {
+        return end - token < CHUNK_TOKENS ? static_cast<int>(end - token) : CHUNK_TOKENS;
+    }
+    __device__ __forceinline__ bool begins_window() const { return token == begin && token < end; }
+    __device__ __forceinline__ bool ends_window() const { return end - token <= CHUNK_TOKENS; }
+
+    template <typename Records>
+    __device__ __forceinline__ typename Records::Window window(const Records& records) const {
+        return records.window(work, {begin, end}, place_bits);
+    }
+};
+
+// A job, and what the tables say of its sequence: requested as soon as the job is known, looked at a chunk later.
+struct UpcomingJob {
+    Job job;
+    TableEntries entries;
+    unsigned int place_bits;
+};
+
+template <typename Records>
+struct Stream {
+    const TokenArrays& arrays;
+    const Batch& batch;
+    const Records& records;
+    unsigned int jobs_of_sequence;
+    Job stride;  // from a block's job to its next one
+
+    __device__ __forceinline__ Stream(const TokenArrays& arrays, const Batch& batch, const Records& records)
+        : arrays(arrays), batch(batch), records(records),
+          jobs_of_sequence(static_cast<unsigned int>(arrays.num_value_heads()) * BLOCKS_PER_HEAD),
+          stride{gridDim.x / jobs_of_sequence, gridDim.x % jobs_of_sequence} {}
+
+    __device__ __forceinline__ Job first_job() const {
+        return {blockIdx.x / jobs_of_sequence, blockIdx.x % jobs_of_sequence};
+    }
+
+    __device__ __forceinline__ Job job_after(const Job& job) const {
+        const Job sum = {job.sequence + stride.sequence, job.of_sequence + stride.of_sequence};
+        return sum.of_sequence < jobs_of_sequence ? sum : Job{sum.sequence + 1, sum.of_sequence - jobs_of_sequence};
+    }
+
+    __device__ __forceinline__ bool exists(const Job& job) const { return job.sequence < batch.batch_size; }
+
+    // Move on to `job`, if `is_wanted`.
+    __device__ __forceinline__ void request(UpcomingJob& upcoming, const Job& job, bool is_wanted) const {
+        const unsigned int sequence = exists(job) ? job.sequence : 0;
+        request_entries(batch, sequence, is_wanted, upcoming.entries);
+        records.request_place(sequence, is_wanted, upcoming.place_bits);
+        if (is_wanted) upcoming.job = job;
+    }
+
+    __device__ __forceinline__ Chunk first_chunk(const UpcomingJob& upcoming) const {
+        const Job& job = upcoming.job;
+        const long long slot = live_slot(batch, upcoming.entries);
+        const RowRange rows = sequence_rows(batch, upcoming.entries);
+        const bool is_live =
+            exists(job) && slot >= 0 && records.has_place(upcoming.place_bits) && rows.begin < rows.end;
+        const unsigned int begin = static_cast<unsigned int>(rows.begin);
+        const unsigned int end = is_live ? static_cast<unsigned int>(rows.end) : begin;
+        const TileWork work = work_of_head(arrays, job.sequence, job.of_sequence / BLOCKS_PER_HEAD,
+                                           static_cast<int>(job.of_sequence % BLOCKS_PER_HEAD) * BLOCK_COLUMNS);
+        return {job, work, static_cast<unsigned int>(slot), upcoming.place_bits, begin, end, begin};
+    }
+
+    // The chunk after `chunk`; where it begins the window of `upcoming`, that moves on.
+    __device__ __forceinline__ Chunk following(const Chunk& chunk, UpcomingJob& upcoming) const {
+        const bool moves_on = chunk.ends_window();
+        Chunk result = chunk;
+        result.token += CHUNK_TOKENS;
+        if (moves_on) result = first_chunk(upcoming);
+        request(upcoming, job_after(upcoming.job), moves_on);
+        return result;
+    }
+};

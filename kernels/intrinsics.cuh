@@ -87,7 +87,7 @@ __device__ __forceinline__ void expect_bytes(CopyBarrier& barrier, int num_bytes
 
 // `leaves_first`: whether the memory read should be the first to leave the L2 cache.
 __device__ __forceinline__ void start_bulk_copy(
-    void* shared, const void* global, int num_bytes, CopyBarrier& barrier, bool leaves_first) {
+    void* shared, const void* global, int num_bytes, CopyBarrier& barrier, bool leaves_first = false) {
     const unsigned int target = static_cast<unsigned int>(__cvta_generic_to_shared(shared));
     const unsigned int barrier_address = static_cast<unsigned int>(__cvta_generic_to_shared(&barrier));
     if (leaves_first) {

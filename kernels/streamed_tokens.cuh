@@ -213,8 +213,9 @@ __device__ __forceinline__ void run_batch(
 
     UpcomingJob upcoming = {};
     stream.request(upcoming, stream.first_job(), true);
-    Chunk chunk = stream.first_chunk(upcoming);
     memory.states.begin();
+    __syncthreads();  // while the tables are on their way
+    Chunk chunk = stream.first_chunk(upcoming);
     if (chunk.begins_window()) request_state(chunk);
     stream.request(upcoming, stream.job_after(chunk.job), true);
     LoadedTokens loaded;

@@ -179,7 +179,7 @@ struct CopyBarrier {
 };
 inline void prepare_barrier(CopyBarrier& barrier) { barrier = {0, 0}; }
 inline void expect_bytes(CopyBarrier& barrier, int num_bytes) { barrier.num_missing += num_bytes; }
-inline void start_bulk_copy(void* shared, const void* global, int num_bytes, CopyBarrier& barrier, bool) {
+inline void start_bulk_copy(void* shared, const void* global, int num_bytes, CopyBarrier& barrier, bool = false) {
     gdn_on_cpu::start_bulk_copy(shared, global, static_cast<size_t>(num_bytes));
     barrier.num_missing -= num_bytes;
     if (barrier.num_missing == 0) ++barrier.num_rounds;

@@ -99,10 +99,9 @@ def signature(values: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
     The first part has an address's remainder by `ALIGNMENT`, and compares equal for like arrays. None where there is
     another array than CuPy's own; an argument left out, None, has the address 0.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)  # another thread may be importing it
+    if ndarray is None:
         return None
-    ndarray = cupy.ndarray
     seen: list[Any] = []
     addresses: list[int] = []
     for value in values:
@@ -134,8 +133,8 @@ def _adopt(name: str, value: Any) -> Any:
     _refuse_mask(name, value)
     if isinstance(value, np.ndarray):
         return np.asarray(value)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(value, cupy.ndarray):
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)  # another thread may be importing it
+    if ndarray is not None and isinstance(value, ndarray):
         return value
     try:
         if hasattr(value, "__dlpack_device__"):

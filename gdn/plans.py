@@ -81,10 +81,9 @@ def keep(
             continue
         address = launch.launch.arguments[parameter]
         position, argument = arrays.get(name, (0, None))
-        if argument is not None and address == argument.pointer:
-            places.append((parameter, position))
-        elif address:
+        if argument is None or address != argument.pointer:
             return
+        places.append((parameter, position))
     if len(_plans.by_kind) >= MAX_PLANS:
         _plans.by_kind.clear()
     _plans.by_kind[kind] = Plan(launch, tuple(places), tuple(_too_near(list(arrays.values()), written)))

@@ -8,11 +8,11 @@
 //
 // MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM: multiples of 8 from 8 to 256
 //            WORK_TYPE (qkv), GATE_TYPE (decay, beta), STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16
-//            ROW_GROUPS, LANES_PER_ROW, COLUMNS_PER_LANE, MIN_BLOCKS: the thread map of row_tile.cuh
+//            ROW_GROUPS, LANES_PER_ROW, COLUMNS_PER_LANE, STREAMED_WARPS, STATE_STAYS: row_tile.cuh
+//            MIN_BLOCKS: of a multiprocessor; with STREAMED_WARPS also TOKENS_PER_WARP, SHARED_BYTES (streamed_tokens.cuh)
 //            IS_PACKED: whether qkv, recurrent_state and out take the widest accesses (numeric_types.cuh)
-// BLOCK      one sequence, one value head, one tile of columns, split among threads as row_tile.cuh says
-// GRID       batch_size * num_value_heads * (VALUE_HEAD_DIM / TILE_COLUMNS) blocks, tile fastest, then head,
-//            followed by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) blocks that clear unowned rows.
+// BLOCK, GRID with STREAMED_WARPS = 0 as block_tokens.cuh says, a block for each tile of columns of a value head of a
+//            sequence; otherwise as streamed_tokens.cuh says, any number of blocks that share the tiles
 // SHAPES     qkv_conv_output [total_seq_len, conv_dim], channels Q, K, V; decay_per_token, beta_per_token
 //            [total_seq_len, num_value_heads]; recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM,
 //            VALUE_HEAD_DIM], the last three dense; slot_idx [batch_size]; input_row_offsets
@@ -23,7 +23,7 @@
 //            values may be anything.
 #include "run_batch.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_recurrence_fwd(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_recurrence_fwd(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,

@@ -16,7 +16,7 @@
 #include "ring_window.cuh"
 #include "run_batch.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_recurrence_verify_ring(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_recurrence_verify_ring(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,

@@ -45,7 +45,7 @@ struct RecordPart {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS) gated_delta_state_fold(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_state_fold(
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     long long max_slots,
     const unsigned int* __restrict__ row_ids, long long row_ids_layer_stride, long long row_ids_row_stride,

@@ -45,7 +45,7 @@ __device__ __forceinline__ float inverse_norm(float sum_of_squares) {
     const float square = __fadd_rn(sum_of_squares, NORM_EPSILON);
     const float estimate = reciprocal_square_root(square);
     const float error = fmaf(-__fmul_rn(square, estimate), estimate, 1.0f);
-    return fmaf(__fmul_rn(0.5f, estimate), error, estimate);
+    return estimate == 0.0f ? 0.0f : fmaf(__fmul_rn(0.5f, estimate), error, estimate);  // 0 of an infinite sum
 }
 
 __device__ __forceinline__ TokenScalars token_scalars(

@@ -1,6 +1,5 @@
 // What the kernels that run tokens share: their arguments, and finding work in a ragged batch.
 // The arguments of the recurrence functions are described at the head of gated_delta_recurrence_fwd.cu.
-//
 #pragma once
 #include "ragged_rows.cuh"
 #include "row_tile.cuh"

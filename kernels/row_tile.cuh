@@ -25,6 +25,21 @@ constexpr int CHAINS_PER_LANE = NUM_CHAINS / ROW_GROUPS;
 constexpr int WARP_ROWS = KEY_HEAD_DIM / NUM_WARPS;  // of the state, held by one warp
 constexpr int WARP_GROUP_LANES = WORKING_THREADS < 32 ? WORKING_THREADS : 32;
 
+// Blocks to leave registers for: no more than shared memory has room for, on multiprocessors of this architecture.
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+constexpr int SHARED_KIB = 164;
+#elif __CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200
+constexpr int SHARED_KIB = 100;
+#else
+constexpr int SHARED_KIB = 228;
+#endif
+#if STREAMED_WARPS > 0
+constexpr int BLOCKS_IN_SHARED = SHARED_KIB * 1024 / (SHARED_BYTES + 1024);  // 1 KiB of each is the system's
+constexpr int BLOCKS_AT_ONCE = MIN_BLOCKS < BLOCKS_IN_SHARED ? MIN_BLOCKS : BLOCKS_IN_SHARED;
+#else
+constexpr int BLOCKS_AT_ONCE = MIN_BLOCKS;
+#endif
+
 static_assert(VALUE_HEAD_DIM % TILE_COLUMNS == 0, "a tile must divide VALUE_HEAD_DIM");
 static_assert(NUM_CHAINS % ROW_GROUPS == 0, "a row group holds whole chains");
 static_assert((LANES_PER_ROW & (LANES_PER_ROW - 1)) == 0 && LANES_PER_ROW <= 32, "LANES_PER_ROW");

@@ -26,8 +26,8 @@ struct StagedRows {
     }
 };
 
-// The next state of each warp of a block. It is requested by its first element in the pool, with the whole block; the
-// block meets before it is read, and may request the next one as soon as it has read it.
+// The next state of each warp of a block, requested by its first element in the pool, with the whole block. The next one
+// may be requested as soon as it has been read. This form needs no meeting but of each warp.
 template <bool IN_BULK>
 struct StateStage {
     StagedRows<TILE_COLUMNS> tiles[STREAMED_WARPS];
@@ -69,8 +69,8 @@ private:
     }
 };
 
-// The same for blocks that take whole value heads, whose rows of a row group lie together in the pool. `round` counts
-// the states that were read before.
+// The same for blocks that take whole value heads, whose rows of a row group lie together in the pool. The block meets
+// after `begin`, and between a request and its `read`. `round` counts the states that were read before.
 template <>
 struct StateStage<true> {
     static constexpr int ROW_GROUP_BYTES = ROWS_PER_LANE * VALUE_HEAD_DIM * sizeof(STATE_TYPE);

@@ -15,10 +15,17 @@ struct alignas(16) PreparedToken {
     TokenScalars scalars;
 };
 
+// The fewest values a lane that spread those of a block evenly over at most 32 lanes.
+__host__ __device__ constexpr int values_of_lane() {
+    int values = (BLOCK_COLUMNS + 31) / 32;
+    while (BLOCK_COLUMNS % values != 0) ++values;
+    return values;
+}
+
 // What a warp reads of a token that it makes ready: the lower lanes a chain of its key each, the upper ones of its
 // query, all of them a part of its values.
 struct LoadedToken {
-    static constexpr int VALUES = (BLOCK_COLUMNS + 31) / 32;
+    static constexpr int VALUES = values_of_lane();
     static constexpr int VALUE_LANES = BLOCK_COLUMNS / VALUES;
     Run<WORK_TYPE, CHAIN_LENGTH, true> rows;
     Run<WORK_TYPE, VALUES, true> values;

@@ -3,7 +3,7 @@
 //
 // What the sums over the state do not decide is done once for all warps, and ahead of time: each warp makes some tokens
 // of the next chunk ready (stream_tokens.cuh). So the chain from one token to the next holds nothing but the sums over the
-// state, and the warps meet once a chunk.
+// state, and the warps meet once a chunk (once more a window where its state comes in bulk).
 //
 // MACROS     beside those of row_tile.cuh: TOKENS_PER_WARP, that a warp makes ready for a chunk; SHARED_BYTES of a block
 // MAP        ROW_GROUPS * LANES_PER_ROW = 32: a warp holds a tile; STREAMED_WARPS of them divide a value head
@@ -209,7 +209,6 @@ __device__ __forceinline__ void run_batch(
     const auto request_state = [&](const Chunk& chunk) {
         memory.states.request(pool.tile(chunk.slot, chunk.work.value_head, chunk.work.tile_column));
     };
-
 
     UpcomingJob upcoming = {};
     stream.request(upcoming, stream.first_job(), true);

@@ -2,7 +2,8 @@
 
 The default run takes a set that covers head sizes, types and architectures; `pytest --exhaustive` takes every key head
 size with every thread map that its value head sizes make an op pick, every thread map of the common sizes, and every
-streaming map. Variants that differ in VALUE_HEAD_DIM alone count as one: it matters to a thread through its map only.
+streaming map. Variants that differ in VALUE_HEAD_DIM alone count as one, but for streaming blocks of whole heads: it
+matters to a thread through its map, and through the way that states are copied.
 """
 
 from __future__ import annotations
@@ -120,7 +121,11 @@ def distinct(variants: Iterable[Variant]) -> list[Variant]:
     """One of each set of variants that differ in VALUE_HEAD_DIM alone."""
 
     def key(variant: Variant) -> tuple[object, ...]:
-        return variant.kernel.stem, *(macro for macro in variant.macros if macro[0] != "VALUE_HEAD_DIM")
+        numbers = {name: int(value) for name, value in variant.macros if value.isdecimal()}
+        columns = numbers["STREAMED_WARPS"] * numbers["LANES_PER_ROW"] * numbers["COLUMNS_PER_LANE"]
+        takes_whole_heads = columns == numbers["VALUE_HEAD_DIM"]
+        others = (macro for macro in variant.macros if macro[0] != "VALUE_HEAD_DIM")
+        return variant.kernel.stem, takes_whole_heads, *others
 
     return list({key(variant): variant for variant in variants}.values())
 
@@ -185,8 +190,8 @@ def ring_groups(calls: Iterable[tuple[tuple[int, int], str, str, int, int]]) -> 
     yield from spread("fold", folds)
 
 
-#: Value head sizes whose blocks have 4 warps, 3, 2 and 1.
-STREAMED_VALUE_HEAD_DIMS = (128, 96, 64, 32)
+#: Value head sizes whose blocks have 4 warps, 3, 2, 1, 6 and 5.
+STREAMED_VALUE_HEAD_DIMS = (128, 96, 64, 32, 192, 80)
 
 
 def covering_streams() -> Iterator[tuple[tuple[int, int], RowTile, int]]:
@@ -199,6 +204,10 @@ def covering_streams() -> Iterator[tuple[tuple[int, int], RowTile, int]]:
         for tile in dict.fromkeys(streamed_tile_for(heads, itemsize, *call) for call in calls):
             assert tile is not None
             yield (key_head_dim, value_head_dim), tile, itemsize
+    for heads, itemsize in product(dict.fromkeys(MODELS.values()), (2, 4)):  # on every architecture
+        tile = streamed_tile_for(heads, itemsize, many, 4 * many)
+        assert tile is not None
+        yield from [((heads.key_head_dim, heads.value_head_dim), tile, itemsize)] * len(ARCHITECTURES)
     for itemsize in (2, 4):  # the common size with all of its maps
         for tile in streamed_tiles(128, 128, itemsize):
             yield (128, 128), tile, itemsize
@@ -207,12 +216,12 @@ def covering_streams() -> Iterator[tuple[tuple[int, int], RowTile, int]]:
 def all_streams() -> Iterator[tuple[tuple[int, int], RowTile, int]]:
     """Every map of every key head size, on two architectures."""
     seen = set()
-    for key_head_dim, value_head_dim, itemsize in product(
-        HEAD_DIMS[1::2], (*STREAMED_VALUE_HEAD_DIMS, 24, 16, 8), (4, 2)
-    ):
+    for key_head_dim, value_head_dim, itemsize in product(HEAD_DIMS[1::2], HEAD_DIMS, (4, 2)):
         for tile in streamed_tiles(key_head_dim, value_head_dim, itemsize):
-            if (key_head_dim, tile, itemsize) not in seen:
-                seen.add((key_head_dim, tile, itemsize))
+            takes_whole_heads = tile.streamed_warps * tile.columns == value_head_dim
+            form = key_head_dim, tile, itemsize, takes_whole_heads
+            if form not in seen:
+                seen.add(form)
                 yield from [((key_head_dim, value_head_dim), tile, itemsize)] * 2
 
 

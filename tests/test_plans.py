@@ -353,6 +353,17 @@ def test_a_readout_that_is_made_is_made_each_time(gpu: Gpu, call_of_fwd: Call, m
     assert gpu.last(call.run, num_checked=1).arguments[position] == FIRST_ADDRESS + other.at("out")
 
 
+def test_a_readout_that_is_made_and_empty_is_made_each_time(
+    gpu: Gpu, new_call: type[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy gives an empty array the address 0, like that of an array left out."""
+    call = OnGpu(new_call(lengths=(0, 0)))
+    call.arrays.pop("out")
+    nowhere = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, 0), 0)
+    monkeypatch.setattr(arrays, "empty", lambda *_: cupy.ndarray((0, 16), "f4", nowhere))
+    assert [type(call.run()) for _ in range(3)] == [cupy.ndarray] * 3
+
+
 def test_an_address_of_something_else_makes_no_plan(
     gpu: Gpu, call_of_fwd: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

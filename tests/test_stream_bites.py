@@ -33,6 +33,15 @@ WINDOWS = (3, 8, 1, 0, 4, 11, 2, 5, 1)
 SIZES = {BULK: (32, 32), COPIES: (32, 64)}
 
 
+@pytest.fixture(params=[True, False], ids=["bulk", "no bulk"])
+def with_and_without_bulk(request: pytest.FixtureRequest, edit: Callable[..., None]) -> None:
+    """As on a GPU that has no copy engine, whole heads are copied by each thread too."""
+    if not request.param:
+        edit(
+            "host/cuda_on_cpu.h", ("constexpr bool HAS_BULK_COPIES = true;", "constexpr bool HAS_BULK_COPIES = false;")
+        )
+
+
 def forward_case(tile: RowTile, state_dtype: str = "float32") -> RecurrenceCase:
     """Every block clears more than one piece of the unowned rows."""
     heads = HeadGeometry(2, 4, *SIZES[tile])
@@ -344,3 +353,10 @@ def test_a_map_that_gives_other_bits(edit: Callable[..., None]) -> None:
     under_test = subject(case, "host", arrays, reference_of(arrays))
     assert all(against_oracle(under_test))
     assert not all(thread_maps(under_test))
+
+
+@pytest.mark.usefixtures("with_and_without_bulk")
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_whole_head_can_be_copied_either_way(state_dtype: str) -> None:
+    assert [one.message for one in forward(BULK, range(2), state_dtype) if not one.passed] == []
+    assert [one.message for one in verify(BULK) if not one.passed] == []

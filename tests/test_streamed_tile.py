@@ -63,6 +63,7 @@ def test_every_map_keeps_its_constraints(itemsize: int) -> None:
             assert tile.threads == WARP * tile.streamed_warps
             assert num_chains(key_head_dim) % tile.row_groups == 0
             assert value_head_dim % (tile.streamed_warps * tile.columns) == 0
+            assert blocks_at_once(tile, key_head_dim, itemsize, 100 * 1024) >= 1
             assert tile.columns_per_lane * tile.lanes_per_row % 8 == 0
             assert tile.columns * itemsize % 16 == 0
             assert tile.elements_per_lane(key_head_dim) <= MAX_STREAMED_ELEMENTS
@@ -201,12 +202,15 @@ def test_a_fold_never_streams() -> None:
 
 
 def test_a_launch_has_no_more_blocks_than_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrence.cuda, "num_multiprocessors", lambda device: {0: 10, 3: 100}[device])
+    monkeypatch.setattr(recurrence.cuda, "num_multiprocessors", lambda device: {0: 10, 3: 100, 4: 100}[device])
+    shared_kib = {0: 228, 3: 228, 4: 100}
+    monkeypatch.setattr(recurrence.cuda, "shared_bytes_of_multiprocessor", lambda device: 1024 * shared_kib[device])
     tile = streamed_tiles(128, 128, 4)[0]
     assert (blocks_at_once(tile, 128), tile.streamed_warps * tile.columns) == (2, 128)
     many = inputs_of((4,) * 100, place="cuda:3")  # 3200 heads
     assert recurrence.num_blocks(many, tile) == 200
     assert recurrence.num_blocks(inputs_of((4,) * 100, place="cuda:0"), tile) == 20
+    assert recurrence.num_blocks(inputs_of((4,) * 100, place="cuda:4"), tile) == 100, "no room for two"
     assert recurrence.num_blocks(inputs_of((4,), place="cuda:3"), tile) == 32 + 1
     # Blocks of half a head; 130 tokens have three pieces to clear.
     smaller = streamed_tiles(128, 128, 4)[-1]
@@ -270,6 +274,8 @@ def test_memory_that_is_too_small_does_not_compile(sizes: tuple[int, int], place
 LENGTHS = (1, 4, 0, 7, 2, 11, 3, 1, 5, 0, 9, 6, 1, 10, 8, 4, 4, 1, 2)
 PADDING = (3, 9, 12)
 HEADS_OF = {"float32": HeadGeometry(1, 3, 48, 24), "bfloat16": HeadGeometry(2, 4, 32, 64)}
+#: Five warps a block, whose 80 values are no multiple of a warp's lanes.
+FIVE_WARPS = HeadGeometry(1, 2, 64, 80)
 
 
 def maps_of(heads: HeadGeometry, state_dtype: str) -> tuple[RowTile, tuple[RowTile, ...]]:
@@ -307,6 +313,21 @@ def test_a_ragged_batch_streams_with_the_bits_of_a_block_a_tile(dtype: str, kern
     assert_passed(
         close(expected.out, plain.out, storage_tolerance(dtype), "readout of numpy"),
         close(expected.recurrent_state[live], plain.recurrent_state[live], storage_tolerance(dtype), "state of numpy"),
+    )
+
+
+def test_values_that_do_not_fill_the_lanes(kernels: str) -> None:
+    tile = streamed_tiles(64, 80, 4)[0]
+    assert tile.streamed_warps == 5
+    case = RecurrenceCase("five warps", FIVE_WARPS, (3, 7, 1, 5), "float32")
+    arrays = build_arrays(case)
+    with forced_row_tile(nearest_row_tile(64, 80, 4)):
+        expected = execute(kernels, arrays, "float32")
+    with forced_row_tile(tile):
+        found = execute(kernels, arrays, "float32")
+    assert_passed(
+        bitwise(found.out, expected.out, "readout"),
+        bitwise(found.recurrent_state, expected.recurrent_state, "state"),
     )
 
 

@@ -71,6 +71,14 @@ def num_multiprocessors(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
+@cache
+def shared_bytes_of_multiprocessor(device: int) -> int:
+    """Shared memory of a multiprocessor of a device."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerMultiprocessor"])
+
+
 def device_index(place: str) -> int:
     """The number in "cuda:<number>"."""
     return int(place.removeprefix("cuda:"))

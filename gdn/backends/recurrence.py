@@ -112,15 +112,17 @@ def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
         raise ShapeError(rejection("slot_idx", expected, f"{tiles + clearing} for {inputs.batch_size} sequences"))
     if not tile.streamed_warps:
         return tiles + clearing
-    at_once = blocks_at_once(tile, geometry.key_head_dim) * multiprocessors(inputs.recurrent_state)
-    return min(tiles // tile.streamed_warps + clearing, at_once)
+    return min(tiles // tile.streamed_warps + clearing, _blocks_at_once(inputs, tile))
 
 
-def multiprocessors(array: Argument) -> int:
-    """Multiprocessors of the GPU that holds an array."""
-    if array.place in (None, CPU):
-        return HOST_MULTIPROCESSORS
-    return cuda.num_multiprocessors(cuda.device_index(array.place))
+def _blocks_at_once(inputs: RecurrenceInputs, tile: RowTile) -> int:
+    """Streaming blocks that the device of the arrays runs at once."""
+    key_head_dim, state = inputs.geometry.key_head_dim, inputs.recurrent_state
+    if state.place in (None, CPU):
+        return HOST_MULTIPROCESSORS * blocks_at_once(tile, key_head_dim)
+    device = cuda.device_index(state.place)
+    shared_bytes = cuda.shared_bytes_of_multiprocessor(device)
+    return cuda.num_multiprocessors(device) * blocks_at_once(tile, key_head_dim, state.itemsize, shared_bytes)
 
 
 def state_stays(state: Argument, num_states: int) -> bool:

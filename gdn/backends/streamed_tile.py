@@ -22,7 +22,7 @@ MAX_LAUNCH_SHARED_BYTES = 99 * 1024 - 64
 MIN_STREAMED_TOKENS = 2
 #: ... and from which on a warp makes several tokens ready at a time.
 LONG_ROW_TOKENS = 16
-#: Up to so many heads over all sequences, large tiles would leave multiprocessors idle.
+#: Up to so many heads over all sequences, large tiles would leave multiprocessors idle; measured on an H200.
 FEW_STREAMED_HEADS = 64
 
 _COLUMNS_PER_LANE = 4
@@ -90,17 +90,23 @@ def streamed_values(tile: RowTile, key_head_dim: int) -> int:
 
     A state element counts for more than one, since what a token does to it takes registers as well.
     """
-    chain, values = key_head_dim // num_chains(key_head_dim), -(-tile.streamed_warps * tile.columns // WARP)
+    chain, columns = key_head_dim // num_chains(key_head_dim), tile.streamed_warps * tile.columns
+    values = next(count for count in range(-(-columns // WARP), columns + 1) if columns % count == 0)
     return tile.elements_per_lane(key_head_dim) * 5 // 4 + tile.tokens_per_warp * (chain + values + 2)
 
 
 def streamed_registers(tile: RowTile, key_head_dim: int) -> int:
     """Registers a streaming thread may use, so that it spills none; found by compiling, as numbers do not tell."""
     elements = tile.elements_per_lane(key_head_dim)
-    fits = elements <= 32 or (elements == 96 and streamed_values(tile, key_head_dim) <= 136)
+    small_rest = streamed_values(tile, key_head_dim) <= 136 and tile.streamed_warps != 5
+    fits = elements <= 32 or (elements == 96 and small_rest)
     return 168 if fits else 256
 
 
-def blocks_at_once(tile: RowTile, key_head_dim: int) -> int:
-    """Blocks that a multiprocessor holds at once."""
-    return tile.min_blocks(streamed_registers(tile, key_head_dim))
+def blocks_at_once(tile: RowTile, key_head_dim: int, state_itemsize: int = 4, shared_bytes: int | None = None) -> int:
+    """Blocks that a multiprocessor holds at once: as registers allow, and its shared memory if that is given."""
+    by_registers = tile.min_blocks(streamed_registers(tile, key_head_dim))
+    if shared_bytes is None:
+        return by_registers
+    # The system takes 1 KiB of each block.
+    return min(by_registers, shared_bytes // (tile.shared_bytes(key_head_dim, state_itemsize) + 1024))

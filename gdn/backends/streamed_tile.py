@@ -16,8 +16,8 @@ from gdn.geometry import HeadGeometry
 MAX_STREAMED_ELEMENTS = 128
 #: ... and those together with the values of the tokens that it makes ready: one more and some variant spills.
 MAX_STREAMED_VALUES = 188
-#: ... and a key head size with a map that spills all the same, on sm_80; `pytest --exhaustive` found it.
-_SPILLING = ((176, RowTile(8, 4, 4, streamed_warps=1, tokens_per_warp=4)),)
+#: ... and key head sizes, with the row groups, that spill all the same on sm_80 with four tokens a warp, not with two.
+_FEW_TOKENS = ((176, 8), (240, 16))
 #: Shared memory that a block may ask for on every architecture that is served, beside a few bytes of its own variables.
 MAX_LAUNCH_SHARED_BYTES = 99 * 1024 - 64
 #: Mean tokens of a sequence from which on streaming pays: a single token is bound by the state's bytes.
@@ -42,17 +42,16 @@ def streamed_tiles(key_head_dim: int, value_head_dim: int, state_itemsize: int) 
     maps = (
         tile
         for row_groups in (2, 4, 8, _MAX_ROW_GROUPS)
-        for tile in _maps_of(row_groups, value_head_dim)
+        for tile in _maps_of(row_groups, key_head_dim, value_head_dim)
         if num_chains(key_head_dim) == 16
         and tile.elements_per_lane(key_head_dim) <= MAX_STREAMED_ELEMENTS
         and streamed_values(tile, key_head_dim) <= MAX_STREAMED_VALUES
-        and (key_head_dim, tile) not in _SPILLING
         and tile.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES
     )
     return tuple(dict.fromkeys(maps))
 
 
-def _maps_of(row_groups: int, value_head_dim: int) -> Iterator[RowTile]:
+def _maps_of(row_groups: int, key_head_dim: int, value_head_dim: int) -> Iterator[RowTile]:
     """Blocks of a whole head, or of as many warps as divide it; small tiles for long rows too.
 
     A thread that holds a small part of the state has registers left for the tokens of a long chunk.
@@ -64,9 +63,10 @@ def _maps_of(row_groups: int, value_head_dim: int) -> Iterator[RowTile]:
     warps = next(count for count in range(_MAX_WARPS, 0, -1) if num_tiles % count == 0)
     if num_tiles <= _MAX_WARPS_OF_HEAD:
         warps = num_tiles
-    yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, -(-_CHUNK_TOKENS // warps))
+    most = 2 if (key_head_dim, row_groups) in _FEW_TOKENS else _MAX_TOKENS_PER_WARP
+    yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, min(most, -(-_CHUNK_TOKENS // warps)))
     if row_groups == _MAX_ROW_GROUPS:
-        yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, _MAX_TOKENS_PER_WARP)
+        yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, most)
 
 
 def streamed_tile_for(heads: HeadGeometry, state_itemsize: int, batch_size: int, total_seq_len: int) -> RowTile | None:

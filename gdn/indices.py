@@ -10,7 +10,7 @@ from gdn.arrays import Argument, to_numpy
 from gdn.errors import IndexValueError, rejection
 from gdn.geometry import PAD_SLOT
 from gdn.recurrence import RecurrenceInputs
-from gdn.ring import FoldInputs, VerifyInputs, ring_len
+from gdn.ring import FoldInputs, Pending, VerifyInputs, ring_len
 
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -25,17 +25,61 @@ def offset_values(argument: Argument) -> IndexArray:
     return to_numpy(argument).astype(np.int64)
 
 
-def check_recurrence_indices(inputs: RecurrenceInputs) -> None:
-    """Slots and offsets of a recurrence call; raises IndexValueError with the first offending position."""
-    _check_table(inputs.slot_idx, "slot", "max_slots", inputs.max_slots, _has_tokens(inputs))
+def check_recurrence_indices(inputs: RecurrenceInputs, pending: Pending | None = None) -> None:
+    """Slots and offsets of a recurrence call, and rows of pending records.
+
+    Raises IndexValueError with the first offending position.
+    """
+    is_live = _has_tokens(inputs)
+    if pending is not None:
+        folds = has_pending(pending) & (slot_values(inputs.slot_idx) != PAD_SLOT)
+        is_live |= folds
+        _check_table(pending.ring_slot_idx, "ring row", "ring_rows", pending.ring.shape[0], folds)
+    _check_table(inputs.slot_idx, "slot", "max_slots", inputs.max_slots, is_live)
 
 
 def check_verify_indices(inputs: VerifyInputs) -> None:
     """Those of the recurrence, and ring rows; raises IndexValueError with the first offending position."""
-    slots, ring_rows = inputs.recurrence.slot_idx, inputs.ring_slot_idx
-    is_live = _has_tokens(inputs.recurrence) & _names_both(slots, ring_rows)
-    _check_table(slots, "slot", "max_slots", inputs.recurrence.max_slots, is_live)
+    slots, ring_rows, pending = inputs.recurrence.slot_idx, inputs.ring_slot_idx, inputs.pending
+    is_no_padding = _names_both(slots, ring_rows)
+    is_live = _has_tokens(inputs.recurrence) & is_no_padding
+    reads = is_live if pending is None else is_live | (is_no_padding & folds_pending(inputs))
+    _check_table(slots, "slot", "max_slots", inputs.recurrence.max_slots, reads)
     _check_table(ring_rows, "ring row", "ring_rows", inputs.ring.shape[0], is_live)
+    if pending is not None:
+        reads_records = reads & has_pending(pending)
+        _check_table(pending.ring_slot_idx, "ring row", "ring_rows", inputs.ring.shape[0], reads_records)
+        _check_not_recorded_by_others(ring_rows, is_live, pending.ring_slot_idx, reads_records)
+
+
+def has_pending(pending: Pending) -> np.ndarray[Any, Any]:
+    """Sequences that have records pending: a count of 0 or above RING_LEN says that all are in the state."""
+    counts, rows = slot_values(pending.num_pending), slot_values(pending.ring_slot_idx)
+    some: np.ndarray[Any, Any] = (counts > 0) & (counts <= ring_len(pending.ring)) & (rows != PAD_SLOT)
+    return some
+
+
+def folds_pending(inputs: VerifyInputs) -> np.ndarray[Any, Any]:
+    """Sequences of a verify whose pending records lie in another ring row than their window's, and so are folded."""
+    if inputs.pending is None:
+        return np.zeros(inputs.recurrence.batch_size, bool)
+    is_another: np.ndarray[Any, Any] = slot_values(inputs.pending.ring_slot_idx) != slot_values(inputs.ring_slot_idx)
+    return is_another & has_pending(inputs.pending)
+
+
+def _check_not_recorded_by_others(
+    ring_rows: Argument, records: np.ndarray[Any, Any], pending_rows: Argument, reads: np.ndarray[Any, Any]
+) -> None:
+    """No sequence reads records from a ring row that another one writes. Each table names no row twice."""
+    written, read = slot_values(ring_rows), slot_values(pending_rows)
+    writer_of = {int(written[at]): int(at) for at in np.flatnonzero(records)}
+    for at in np.flatnonzero(reads):
+        writer = writer_of.get(int(read[at]), int(at))
+        if writer != at:
+            got = f"{read[at]}, as {ring_rows.name}[{writer}]"
+            raise IndexValueError(
+                rejection(f"{pending_rows.name}[{at}]", "a ring row that no other live sequence records in", got)
+            )
 
 
 def check_fold_indices(inputs: FoldInputs) -> None:

@@ -25,7 +25,14 @@ from gdn.errors import GdnError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
 from gdn.indices import check_fold_indices, check_recurrence_indices, check_verify_indices
 from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout, require_writable_pool
-from gdn.ring import fold_inputs, require_writable_fold, require_writable_ring, verify_inputs
+from gdn.ring import (
+    fold_inputs,
+    pending_inputs,
+    require_apart_from_pool,
+    require_writable_fold,
+    require_writable_ring,
+    verify_inputs,
+)
 
 __all__ = [
     "bind",
@@ -46,6 +53,9 @@ def gated_delta_recurrence_fwd(
     slot_idx: Any,
     input_row_offsets: Any,
     *,
+    ring: Any = None,
+    pending_ring_slot_idx: Any = None,
+    num_pending: Any = None,
     out: Any = None,
 ) -> Any:
     """Run the Gated DeltaNet recurrence over a ragged batch, advancing the states of a pool in place.
@@ -74,6 +84,12 @@ def gated_delta_recurrence_fwd(
         slot_idx: [batch_size], uint32, or int32 read as the same bits: each sequence's slot. ``gdn.PAD_SLOT``
             marks a padding row: its output is zero and no slot is touched.
         input_row_offsets: [batch_size + 1], uint32 or int32: sequence b owns rows [offsets[b], offsets[b + 1]).
+        ring, pending_ring_slot_idx, num_pending: all three or none: records that `gated_delta_recurrence_verify_ring`
+            left in ``ring`` and that the states have yet to advance over. Each live sequence's slot is first folded
+            over the first ``num_pending[b]`` records of ring row ``pending_ring_slot_idx[b]``, also where the sequence
+            has no tokens; the bits are those of `gated_delta_state_fold` and then this call, in one pass over the
+            states. Both tables are [batch_size], uint32 or int32; a count of 0 or above RING_LEN, or the ring row
+            ``gdn.PAD_SLOT``, folds nothing. The ring is only read.
         out: [total_seq_len, value_dim] to write to, of the work type or float32, any strides; made in the work
             type when not given. Every row is written; rows that no live sequence owns become zero.
 
@@ -94,6 +110,9 @@ def gated_delta_recurrence_fwd(
         recurrent_state,
         slot_idx,
         input_row_offsets,
+        ring,
+        pending_ring_slot_idx,
+        num_pending,
         out,
     )
 
@@ -152,6 +171,8 @@ def gated_delta_recurrence_verify_ring(
     ring: Any,
     ring_slot_idx: Any,
     *,
+    pending_ring_slot_idx: Any = None,
+    num_pending: Any = None,
     out: Any = None,
 ) -> Any:
     """Read out a speculative window without touching the states, and leave a record of each token.
@@ -160,6 +181,17 @@ def gated_delta_recurrence_verify_ring(
     tokens leaves its slot alone; its token ``i`` writes record ``i`` of ring row ``ring_slot_idx[b]``, one record per
     key head, from which `gated_delta_state_fold` advances the state over as many tokens as were accepted. A row longer
     than RING_LEN records nothing and advances its slot itself, as gated_delta_recurrence_fwd does.
+
+    With ``pending_ring_slot_idx`` and ``num_pending`` each state first advances over the first ``n = num_pending[b]``
+    records of that ring row, in the same pass. If that is
+
+    * another ring row than ``ring_slot_idx[b]``, the slot is folded: rounded to its type and written, also where the
+      window is empty. The window runs from there and records from position 0 of its own row. Bits:
+      `gated_delta_state_fold`, then this function.
+    * the same ring row, the records stay pending: the slot is left alone, and the window's records follow them, from
+      position n on. Bits: one forward call over the pending tokens and the window's. A window that does not fit behind
+      them (n + length above RING_LEN) commits itself: the state advances over all of it and is written, nothing is
+      recorded, and nothing is pending afterwards.
 
     Args:
         qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets, out: as in
@@ -170,6 +202,10 @@ def gated_delta_recurrence_verify_ring(
             record are neither read nor written.
         ring_slot_idx: [batch_size], uint32 or int32: the ring row of each sequence. A table of its own: nothing ties
             ring rows to slots. ``gdn.PAD_SLOT`` makes the row padding.
+        pending_ring_slot_idx, num_pending: both or none, [batch_size], uint32 or int32: the ring row and the number of
+            each sequence's pending records. On a GPU they are read there, so that neither choice nor count needs a
+            synchronisation. A count of 0 or above RING_LEN (a window that committed itself), or the ring row
+            ``gdn.PAD_SLOT``, says that nothing is pending. A pending row may be no other live sequence's ring row.
 
     Returns:
         ``out``, a NumPy or CuPy array.
@@ -187,6 +223,8 @@ def gated_delta_recurrence_verify_ring(
         input_row_offsets,
         ring,
         ring_slot_idx,
+        pending_ring_slot_idx,
+        num_pending,
         out,
     )
 
@@ -287,27 +325,33 @@ def _fwd_rules(
     recurrent_state: Any,
     slot_idx: Any,
     input_row_offsets: Any,
+    ring: Any,
+    pending_ring_slot_idx: Any,
+    num_pending: Any,
     out: Any,
 ) -> Checked:
     six = qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets
     inputs = recurrence_inputs(arrays.take, *six)
+    pending = pending_inputs(arrays.take, inputs, ring, pending_ring_slot_idx, num_pending)
     place = require_writable_pool(inputs)
-    given = None if out is None else _readout_argument(out, inputs)
+    require_apart_from_pool(inputs, pending)
+    more = (None, None, None) if pending is None else pending.arguments
+    given = None if out is None else _readout_argument(out, inputs, *(pending.arguments if pending else ()))
 
     def ready() -> Ready:
         tile = recurrence.row_tile(inputs, given)
         num_blocks = recurrence.num_blocks(inputs, tile)
         readout = given or _new_readout(inputs, place)
         return Ready(
-            (*inputs.arguments, readout),
+            (*inputs.arguments, *more, readout),
             written=(inputs.recurrent_state, readout),
-            numpy_form=lambda: numpy_backend.gated_delta_recurrence_fwd(inputs, readout),
-            launch=lambda: fwd_kernel.launch(inputs, readout, tile),
+            numpy_form=lambda: numpy_backend.gated_delta_recurrence_fwd(inputs, readout, pending),
+            launch=lambda: fwd_kernel.launch(inputs, readout, tile, pending),
             idle=num_blocks == 0,
             result=readout.array,
         )
 
-    return Checked(place, lambda: check_recurrence_indices(inputs), ready)
+    return Checked(place, lambda: check_recurrence_indices(inputs, pending), ready)
 
 
 def _verify_rules(
@@ -319,19 +363,23 @@ def _verify_rules(
     input_row_offsets: Any,
     ring: Any,
     ring_slot_idx: Any,
+    pending_ring_slot_idx: Any,
+    num_pending: Any,
     out: Any,
 ) -> Checked:
     six = qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets
-    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *six), ring, ring_slot_idx)
+    ring_and_tables = ring, ring_slot_idx, pending_ring_slot_idx, num_pending
+    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *six), *ring_and_tables)
     place = require_writable_ring(inputs)
-    given = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, inputs.ring_slot_idx)
+    more = () if inputs.pending else (None, None)
+    given = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, *inputs.tables)
 
     def ready() -> Ready:
         tile = recurrence.row_tile(inputs.recurrence, given)
         num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
         readout = given or _new_readout(inputs.recurrence, place)
         return Ready(
-            (*inputs.arguments, readout),
+            (*inputs.arguments, *more, readout),
             written=(inputs.recurrence.recurrent_state, inputs.ring, readout),
             numpy_form=lambda: numpy_backend.gated_delta_recurrence_verify_ring(inputs, readout),
             launch=lambda: verify_kernel.launch(inputs, readout, tile),

@@ -17,7 +17,7 @@ from gdn.check import (
     require_shape,
     require_writable,
 )
-from gdn.errors import ShapeError, rejection
+from gdn.errors import GdnError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
 from gdn.recurrence import RecurrenceInputs, require_count, require_writable_pool
 
@@ -28,17 +28,37 @@ Take = Callable[[str, Any], Argument]
 
 
 @dataclass(frozen=True, slots=True)
+class Pending:
+    """Where the records lie that each sequence's state has yet to advance over, and how many they are."""
+
+    ring: Argument
+    ring_slot_idx: Argument
+    num_pending: Argument
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """All three, the ring first."""
+        return self.ring, self.ring_slot_idx, self.num_pending
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyInputs:
-    """The checked arguments of one verify: those of the recurrence, the ring, and each sequence's ring row."""
+    """The checked arguments of one verify: those of the recurrence, the ring, its tables."""
 
     recurrence: RecurrenceInputs
     ring: Argument
     ring_slot_idx: Argument
+    pending: Pending | None = None
+
+    @property
+    def tables(self) -> tuple[Argument, ...]:
+        """The tables that a forward call has not."""
+        return (self.ring_slot_idx, *(self.pending.arguments[1:] if self.pending else ()))
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """All of them, in the order of the call."""
-        return (*self.recurrence.arguments, self.ring, self.ring_slot_idx)
+        return (*self.recurrence.arguments, self.ring, *self.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +113,57 @@ def require_ring(ring: Argument, geometry: HeadGeometry) -> None:
     require_count(ring, "ring_rows")
 
 
-def verify_inputs(take: Take, recurrence: RecurrenceInputs, ring: Any, ring_slot_idx: Any) -> VerifyInputs:
-    """Describe the ring and its table with `take` and hold them to every rule that shapes and types decide."""
+def verify_inputs(
+    take: Take,
+    recurrence: RecurrenceInputs,
+    ring: Any,
+    ring_slot_idx: Any,
+    pending_ring_slot_idx: Any = None,
+    num_pending: Any = None,
+) -> VerifyInputs:
+    """Describe the ring and its tables with `take` and hold them to every rule that shapes and types decide."""
     rows = take("ring_slot_idx", ring_slot_idx)
-    inputs = VerifyInputs(recurrence, take("ring", ring), rows)
-    require_ring(inputs.ring, recurrence.geometry)
-    require_index(rows)
-    require_shape(rows, "[batch_size]", (recurrence.batch_size,))
-    return inputs
+    records = take("ring", ring)
+    require_ring(records, recurrence.geometry)
+    _require_row_table(rows, recurrence)
+    given = {"pending_ring_slot_idx": pending_ring_slot_idx, "num_pending": num_pending}
+    pending = _pending(take, recurrence, records, **given) if _all_given(given) else None
+    return VerifyInputs(recurrence, records, rows, pending)
+
+
+def pending_inputs(
+    take: Take, recurrence: RecurrenceInputs, ring: Any, pending_ring_slot_idx: Any, num_pending: Any
+) -> Pending | None:
+    """The same for a forward call, which takes a ring only for what is pending; None where it takes none."""
+    given = {"ring": ring, "pending_ring_slot_idx": pending_ring_slot_idx, "num_pending": num_pending}
+    if not _all_given(given):
+        return None
+    records = take("ring", ring)
+    require_ring(records, recurrence.geometry)
+    return _pending(take, recurrence, records, pending_ring_slot_idx, num_pending)
+
+
+def _all_given(arrays: dict[str, Any]) -> bool:
+    """Whether these arrays, which belong together, were given; raises GdnError where only some were."""
+    missing = [name for name, array in arrays.items() if array is None]
+    if missing and len(missing) < len(arrays):
+        present = " and ".join(name for name in arrays if name not in missing)
+        raise GdnError(rejection(missing[0], f"an array, since {present} came too", None))
+    return not missing
+
+
+def _pending(
+    take: Take, recurrence: RecurrenceInputs, ring: Argument, pending_ring_slot_idx: Any, num_pending: Any
+) -> Pending:
+    pending = Pending(ring, take("pending_ring_slot_idx", pending_ring_slot_idx), take("num_pending", num_pending))
+    _require_row_table(pending.ring_slot_idx, recurrence)
+    _require_row_table(pending.num_pending, recurrence)
+    return pending
+
+
+def _require_row_table(table: Argument, recurrence: RecurrenceInputs) -> None:
+    require_index(table)
+    require_shape(table, "[batch_size]", (recurrence.batch_size,))
 
 
 def require_writable_ring(inputs: VerifyInputs) -> str:
@@ -108,9 +171,16 @@ def require_writable_ring(inputs: VerifyInputs) -> str:
     place = require_one_place(inputs.arguments)
     require_writable_pool(inputs.recurrence)
     require_writable(inputs.ring)
-    require_disjoint(inputs.ring, [*inputs.recurrence.arguments, inputs.ring_slot_idx])
-    require_disjoint(inputs.recurrence.recurrent_state, [inputs.ring_slot_idx])
+    require_disjoint(inputs.ring, [*inputs.recurrence.arguments, *inputs.tables])
+    require_disjoint(inputs.recurrence.recurrent_state, inputs.tables)
     return place
+
+
+def require_apart_from_pool(inputs: RecurrenceInputs, pending: Pending | None) -> None:
+    """The pool of a forward call lies apart from what is pending, in the same place."""
+    if pending is not None:
+        require_one_place((inputs.recurrent_state, *pending.arguments))
+        require_disjoint(inputs.recurrent_state, pending.arguments)
 
 
 def fold_inputs(take: Take, *arrays: Any) -> FoldInputs:

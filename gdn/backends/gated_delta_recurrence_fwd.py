@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from gdn.arrays import Argument
-from gdn.backends import recurrence
+from gdn.backends import recurrence, ring
 from gdn.backends.launch import Kernel, Launch, Variant
 from gdn.backends.row_tile import RowTile
 from gdn.recurrence import RecurrenceInputs
+from gdn.ring import Pending
 
 KERNEL = Kernel("gated_delta_recurrence_fwd", recurrence.PARAMETERS)
+#: With HAS_PENDING.
+KERNEL_WITH_PENDING = Kernel(KERNEL.stem, (*KERNEL.parameters, *ring.RING_PARAMETERS, *ring.PENDING_PARAMETERS))
 
 
-def variant(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Variant:
+def variant(inputs: RecurrenceInputs, out: Argument, tile: RowTile, pending: Pending | None = None) -> Variant:
     """The compile-time constants for these inputs."""
-    return Variant(KERNEL, recurrence.macros(inputs, out, tile, keeps_records=False))
+    if pending is None:
+        macros = recurrence.macros(inputs, out, tile, keeps_records=False)
+        return Variant(KERNEL, (*macros, *ring.pending_macros(has_pending=False)))
+    macros = recurrence.macros(inputs, out, tile, keeps_records=False, has_pending=True)
+    return Variant(
+        KERNEL_WITH_PENDING,
+        (*macros, *ring.ring_macros(pending.ring), *ring.pending_macros(has_pending=True)),
+    )
 
 
-def launch(inputs: RecurrenceInputs, out: Argument, tile: RowTile) -> Launch:
+def launch(inputs: RecurrenceInputs, out: Argument, tile: RowTile, pending: Pending | None = None) -> Launch:
     """The complete launch; index values are not looked at."""
+    more = () if pending is None else (*ring.ring_arguments(pending.ring), *ring.pending_arguments(pending))
     return Launch(
-        variant(inputs, out, tile),
+        variant(inputs, out, tile, pending),
         recurrence.num_blocks(inputs, tile),
         tile.threads,
-        recurrence.arguments(inputs, out),
+        (*recurrence.arguments(inputs, out), *more),
     )

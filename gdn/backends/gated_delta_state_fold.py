@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gdn.backends.gated_delta_recurrence_verify_ring import records_are_packed
+from gdn.backends import ring
 from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS, Kernel, Launch, Variant
 from gdn.backends.recurrence import TileSizes, pool_is_packed, state_stays, tile_size
 from gdn.backends.row_tile import RowTile, is_common_size, row_tile_for
 from gdn.errors import ShapeError, rejection
-from gdn.ring import FoldInputs, ring_len
+from gdn.ring import FoldInputs
 
 KERNEL = Kernel(
     "gated_delta_state_fold",
@@ -18,9 +18,7 @@ KERNEL = Kernel(
         ("row_ids", "pointer"),
         ("row_ids_layer_stride", "int64"),
         ("row_ids_row_stride", "int64"),
-        ("ring", "pointer"),
-        ("ring_rows", "int64"),
-        ("record_stride", "int64"),
+        *ring.RING_PARAMETERS,
         ("ring_row_ids", "pointer"),
         ("ring_row_ids_layer_stride", "int64"),
         ("ring_row_ids_row_stride", "int64"),
@@ -77,12 +75,10 @@ def variant(inputs: FoldInputs, tile: RowTile) -> Variant:
         (
             ("KEY_HEAD_DIM", str(geometry.key_head_dim)),
             ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),
-            ("RING_LEN", str(ring_len(inputs.ring))),
             ("STATE_TYPE", KERNEL_TYPE[inputs.recurrent_state.dtype]),
             ("IS_PACKED", str(pool_is_packed(inputs.recurrent_state)).lower()),
-            ("RING_TYPE", KERNEL_TYPE[inputs.ring.dtype]),
-            ("RING_IS_PACKED", str(records_are_packed(inputs.ring)).lower()),
             ("STATE_STAYS", str(stays).lower()),
+            *ring.ring_macros(inputs.ring),
             *tile.macros(geometry.key_head_dim, inputs.recurrent_state.itemsize, registers(inputs, tile)),
         ),
     )
@@ -90,7 +86,7 @@ def variant(inputs: FoldInputs, tile: RowTile) -> Variant:
 
 def launch(inputs: FoldInputs, tile: RowTile) -> Launch:
     """The complete launch; index values are not looked at."""
-    state, ring = inputs.recurrent_state, inputs.ring
+    state = inputs.recurrent_state
     return Launch(
         variant(inputs, tile),
         num_blocks(inputs, tile),
@@ -98,7 +94,7 @@ def launch(inputs: FoldInputs, tile: RowTile) -> Launch:
         (
             *(state.pointer, state.strides[0], state.shape[0]),
             *(inputs.row_ids.pointer, *inputs.row_ids.strides),
-            *(ring.pointer, ring.shape[0], ring.shape[3]),
+            *ring.ring_arguments(inputs.ring),
             *(inputs.ring_row_ids.pointer, *inputs.ring_row_ids.strides),
             *(inputs.num_accepted.pointer, *inputs.num_accepted.strides),
             *(inputs.batch_size, inputs.geometry.num_key_heads, inputs.geometry.group_size),

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdn.arrays import Argument
-from gdn.geometry import PAD_SLOT
-from gdn.indices import IndexArray, offset_values, slot_values
+from gdn.geometry import PAD_SLOT, HeadGeometry
+from gdn.indices import IndexArray, folds_pending, has_pending, offset_values, slot_values
 from gdn.recurrence import RecurrenceInputs
-from gdn.ring import FoldInputs, VerifyInputs, ring_len
+from gdn.ring import FoldInputs, Pending, VerifyInputs, ring_len
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -33,38 +33,62 @@ class _Token(NamedTuple):
     decay: Float32Array  # [R, num_key_heads, group_size]
 
 
-def gated_delta_recurrence_fwd(inputs: RecurrenceInputs, out: Argument) -> None:
+def gated_delta_recurrence_fwd(inputs: RecurrenceInputs, out: Argument, pending: Pending | None = None) -> None:
     """Advance the live sequences of a checked call, write their readout, and zero every other row of `out`."""
     slots = slot_values(inputs.slot_idx)
     pool = inputs.recurrent_state.array
+    if pending is not None:
+        _fold_rows(inputs, pending, np.flatnonzero(has_pending(pending) & (slots != PAD_SLOT)))
     for sequences, state in _run_sequences(inputs, out.array, slots != PAD_SLOT):
         pool[slots[sequences]] = state.astype(pool.dtype, copy=False)
 
 
 def gated_delta_recurrence_verify_ring(inputs: VerifyInputs, out: Argument) -> None:
     """The readout of gated_delta_recurrence_fwd; windows go to the ring, rows longer than it to the pool."""
-    recurrence, ring = inputs.recurrence, inputs.ring.array
+    recurrence, pending, ring = inputs.recurrence, inputs.pending, inputs.ring.array
     slots, ring_rows = slot_values(recurrence.slot_idx), slot_values(inputs.ring_slot_idx)
     pool = recurrence.recurrent_state.array
     length = ring_len(inputs.ring)
-    lengths = np.diff(offset_values(recurrence.input_row_offsets))
+    is_live = (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)
+    # Records of another ring row are folded before anything else; those of the window's own row stay pending.
+    first_places = np.zeros_like(slots)
+    if pending is not None:
+        folds = folds_pending(inputs)
+        _fold_rows(recurrence, pending, np.flatnonzero(folds & is_live))
+        stays = has_pending(pending) & ~folds
+        first_places[stays] = slot_values(pending.num_pending)[stays]
+    ends = first_places + np.diff(offset_values(recurrence.input_row_offsets))
     key_head_dim, record_elements = recurrence.geometry.key_head_dim, recurrence.geometry.record_elements
     group_size = recurrence.geometry.group_size
 
+    def catch_up(sequences: IndexArray, state: Float32Array) -> None:
+        for sequence, of_sequence in zip(sequences, state, strict=True):
+            records = ring[ring_rows[sequence], :, : first_places[sequence]].astype(np.float32)
+            _apply_records(recurrence.geometry, of_sequence, records)
+
     def record(sequences: IndexArray, step: int, token: _Token) -> None:
-        in_window = lengths[sequences] <= length
+        in_window = ends[sequences] <= length
         if step >= length or not in_window.any():
             return
         records = np.empty((int(in_window.sum()), ring.shape[1], record_elements), ring.dtype)
         records[..., :key_head_dim] = token.key[in_window]
         records[..., key_head_dim:-group_size] = token.delta[in_window].reshape(*records.shape[:2], -1)
         records[..., -group_size:] = token.decay[in_window]
-        ring[ring_rows[sequences[in_window]], :, step, :record_elements] = records
+        recorded = sequences[in_window]
+        ring[ring_rows[recorded], :, first_places[recorded] + step, :record_elements] = records
 
-    is_live = (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)
-    for sequences, state in _run_sequences(recurrence, out.array, is_live, record):
-        too_long = lengths[sequences] > length
+    for sequences, state in _run_sequences(recurrence, out.array, is_live, catch_up, record):
+        too_long = ends[sequences] > length
         pool[slots[sequences[too_long]]] = state[too_long].astype(pool.dtype, copy=False)
+
+
+def _fold_rows(inputs: RecurrenceInputs, pending: Pending, sequences: IndexArray) -> None:
+    """Fold what is pending of these sequences into their slots."""
+    slots, counts = slot_values(inputs.slot_idx), slot_values(pending.num_pending)
+    ring_rows = slot_values(pending.ring_slot_idx)
+    for sequence in sequences:
+        records = pending.ring.array[ring_rows[sequence], :, : counts[sequence]]
+        _fold_slot(inputs.geometry, inputs.recurrent_state.array, slots[sequence], records)
 
 
 def gated_delta_state_fold(inputs: FoldInputs) -> None:
@@ -74,35 +98,40 @@ def gated_delta_state_fold(inputs: FoldInputs) -> None:
     pool, ring = inputs.recurrent_state.array, inputs.ring.array
     counts_of_rows = np.broadcast_to(counts, slots.shape)
     in_use = (counts_of_rows > 0) & (counts_of_rows <= ring_len(inputs.ring))
+    for place in zip(*np.nonzero(in_use & (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)), strict=True):
+        _fold_slot(inputs.geometry, pool, slots[place], ring[ring_rows[place], :, : counts_of_rows[place]])
+
+
+def _fold_slot(heads: HeadGeometry, pool: np.ndarray[Any, Any], slot: int, records: np.ndarray[Any, Any]) -> None:
+    """Advance one slot of a pool over records [num_key_heads, n, record_stride]."""
+    state = pool[slot].astype(np.float32)
     with np.errstate(all="ignore"):  # non-finite values are the caller's data, on every backend
-        for place in zip(*np.nonzero(in_use & (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)), strict=True):
-            records = ring[ring_rows[place], :, : counts_of_rows[place]].astype(np.float32)
-            folded = _folded(inputs, pool[slots[place]].astype(np.float32), records)
-            pool[slots[place]] = folded.astype(pool.dtype, copy=False)
+        _apply_records(heads, state, records.astype(np.float32))
+        pool[slot] = state.astype(pool.dtype, copy=False)
 
 
-def _folded(inputs: FoldInputs, state: Float32Array, records: Float32Array) -> Float32Array:
-    """One slot, [num_value_heads, key_head_dim, value_head_dim], after records [num_key_heads, n, record_stride]."""
-    heads = inputs.geometry
+def _apply_records(heads: HeadGeometry, state: Float32Array, records: Float32Array) -> None:
+    """Advance one state, [num_value_heads, key_head_dim, value_head_dim], over [num_key_heads, n, record_stride]."""
     grouped = state.reshape(heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim)
     decays_at = heads.record_elements - heads.group_size
     for step in range(records.shape[1]):
         record = records[:, step]
         delta = record[:, heads.key_head_dim : decays_at].reshape(heads.num_key_heads, heads.group_size, -1)
         _update(grouped, record[:, : heads.key_head_dim], delta, record[:, decays_at : heads.record_elements])
-    return state
 
 
 def _run_sequences(
     inputs: RecurrenceInputs,
     out: np.ndarray[Any, Any],
     has_a_place: np.ndarray[Any, Any],
+    catch_up: Callable[[IndexArray, Float32Array], None] | None = None,
     record: Callable[[IndexArray, int, _Token], None] | None = None,
 ) -> Iterator[tuple[IndexArray, Float32Array]]:
     """Run the sequences that have tokens and a place in the pool; yields groups of them with their last states.
 
-    Writes their readout and zeroes every other row of `out`. After each step of a group, `record` is told the
-    positions of the sequences that ran a token, the step, and the tokens.
+    Writes their readout and zeroes every other row of `out`. Before its first step, `catch_up` may advance the states
+    of a group. After each step, `record` is told the positions of the sequences that ran a token, the step, and the
+    tokens.
     """
     offsets = offset_values(inputs.input_row_offsets)
     lengths = np.diff(offsets)
@@ -114,7 +143,11 @@ def _run_sequences(
     with np.errstate(all="ignore"):  # non-finite values are the caller's data, on every backend
         for first in range(0, live.size, at_once):
             sequences = live[first : first + at_once]
-            yield sequences, _advance(inputs, out, sequences, offsets[sequences], lengths[sequences], record)
+            state = inputs.recurrent_state.array[slot_values(inputs.slot_idx)[sequences]].astype(np.float32, copy=False)
+            if catch_up is not None:
+                catch_up(sequences, state)
+            _advance(inputs, out, state, sequences, offsets[sequences], lengths[sequences], record)
+            yield sequences, state
 
 
 def _clear_unowned_rows(out: np.ndarray[Any, Any], offsets: IndexArray, live: IndexArray) -> None:
@@ -127,15 +160,14 @@ def _clear_unowned_rows(out: np.ndarray[Any, Any], offsets: IndexArray, live: In
 def _advance(
     inputs: RecurrenceInputs,
     out: np.ndarray[Any, Any],
+    state: Float32Array,
     sequences: IndexArray,
     starts: IndexArray,
     lengths: IndexArray,
     record: Callable[[IndexArray, int, _Token], None] | None,
-) -> Float32Array:
-    """Run sequences, sorted by falling length, from their slots of the pool; returns their last states."""
-    pool = inputs.recurrent_state.array
+) -> None:
+    """Run sequences, sorted by falling length, from these states on, which become their last ones."""
     heads = inputs.geometry
-    state: Float32Array = pool[slot_values(inputs.slot_idx)[sequences]].astype(np.float32, copy=False)
     grouped = state.reshape(-1, heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim)
     for step in range(lengths[0]):
         num_running = int(np.searchsorted(-lengths, -step, side="left"))
@@ -144,7 +176,6 @@ def _advance(
         out[rows] = token.readout.reshape(num_running, heads.value_dim).astype(out.dtype, copy=False)
         if record is not None:
             record(sequences[:num_running], step, token)
-    return state
 
 
 def _run_token(inputs: RecurrenceInputs, rows: IndexArray, state: Float32Array) -> _Token:

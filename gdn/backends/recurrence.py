@@ -134,9 +134,9 @@ def state_stays(state: Argument, num_states: int) -> bool:
 
 
 def macros(
-    inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool
+    inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool, has_pending: bool = False
 ) -> tuple[tuple[str, str], ...]:
-    """The compile-time constants for these inputs, of a kernel that keeps records or one that does not."""
+    """The compile-time constants for these inputs; `keeps_records`: the kernel reads states that it does not write."""
     geometry = inputs.geometry
     stays = not keeps_records and state_stays(inputs.recurrent_state, inputs.batch_size)
     cap = registers(inputs, out, tile, keeps_records=keeps_records)

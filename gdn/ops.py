@@ -339,7 +339,7 @@ def _fwd_rules(
     given = None if out is None else _readout_argument(out, inputs, *(pending.arguments if pending else ()))
 
     def ready() -> Ready:
-        tile = recurrence.row_tile(inputs, given)
+        tile = recurrence.row_tile(inputs, given, has_pending=pending is not None)
         num_blocks = recurrence.num_blocks(inputs, tile)
         readout = given or _new_readout(inputs, place)
         return Ready(
@@ -375,7 +375,7 @@ def _verify_rules(
     given = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, *inputs.tables)
 
     def ready() -> Ready:
-        tile = recurrence.row_tile(inputs.recurrence, given)
+        tile = recurrence.row_tile(inputs.recurrence, given, has_pending=inputs.pending is not None)
         num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
         readout = given or _new_readout(inputs.recurrence, place)
         return Ready(

@@ -2,6 +2,7 @@
 //
 // GRID       num_tiles_of(...) blocks, followed by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) that clear rows
 #pragma once
+#include "pending.cuh"
 #include "recurrence.cuh"
 
 // A warp reads the keys and queries of its own rows and spreads them among its lanes through shared memory.
@@ -23,12 +24,14 @@ struct TokenInputs {
     const GATE_TYPE* beta;
 };
 
-__device__ __forceinline__ int first_staged_row() { return static_cast<int>(threadIdx.x) % 32 * STAGED_ROWS; }
+// The first of them, of the whole head.
+__device__ __forceinline__ int first_staged_row() {
+    const int lane = threadIdx.x % 32 < STAGING_LANES ? threadIdx.x % 32 : 0;
+    return static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + lane * STAGED_ROWS;
+}
 
 __device__ __forceinline__ TokenInputs inputs_of(const TokenArrays& arrays, const TileWork& work) {
-    const int lane = threadIdx.x % 32 < STAGING_LANES ? threadIdx.x % 32 : 0;
-    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM +
-                                  static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + lane * STAGED_ROWS;
+    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM + first_staged_row();
     const long long key_dim = arrays.num_key_heads * KEY_HEAD_DIM;
     const long long value_channel = 2 * key_dim + static_cast<long long>(work.value_head) * VALUE_HEAD_DIM +
                                     work.tile_column + lane_place().first_column;
@@ -67,7 +70,7 @@ struct StagedToken {
 // again has met, at the barrier of the token between, all lanes that read it.
 __device__ __forceinline__ void stage_token(StagedToken& staged, const StoredToken& token) {
     if (threadIdx.x % 32 < STAGING_LANES) {
-        const int first = static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + first_staged_row();
+        const int first = first_staged_row();
         #pragma unroll
         for (int i = 0; i < STAGED_ROWS; ++i) {
             staged.key[first + i] = token.key[i];
@@ -133,12 +136,50 @@ __device__ __forceinline__ void record_token(
     }
 }
 
-// Run the tokens [rows.begin, rows.end), at least one, from the state in the pool on: writes their readout and records,
-// leaves the last state in `state`.
+#if HAS_PENDING
+// A pending record as it lies in the ring: the rows of the key that a lane reads, the delta factors of its columns.
+struct StoredRecord {
+    Run<RING_TYPE, STAGED_ROWS, RING_IS_PACKED> key;
+    Run<RING_TYPE, COLUMNS_PER_LANE, RING_IS_PACKED> delta;
+    RING_TYPE decay;
+
+    __device__ __forceinline__ void load(const PendingWindow& pending, unsigned int i) {
+        const RING_TYPE* const record = pending.record(i);
+        key.load(record + first_staged_row(), 1);
+        delta.load(record + pending.delta_offset + lane_place().first_column, 1);
+        decay = record[pending.decay_offset];
+    }
+};
+
+// Advance the state over its pending records, if any. `staged` as in stage_token, the first for the first record.
+__device__ __forceinline__ void apply_pending(LaneState& state, const PendingWindow& pending, StagedToken (&staged)[2]) {
+    if (pending.count == 0) return;
+    StoredRecord next;
+    next.load(pending, 0);
+    for (unsigned int i = 0; i < pending.count; ++i) {
+        const StoredRecord current = next;
+        next.load(pending, i + 1 < pending.count ? i + 1 : i);
+        float* const key = staged[i % 2].key;
+        if (threadIdx.x % 32 < STAGING_LANES) {
+            #pragma unroll
+            for (int row = 0; row < STAGED_ROWS; ++row) key[first_staged_row() + row] = current.key[row];
+        }
+        __syncwarp();
+        float delta[COLUMNS_PER_LANE];
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta[column] = current.delta[column];
+        update_state(state, key + lane_place().first_row, delta, to_float(current.decay));
+    }
+    __syncwarp();  // before a token takes the place of the last record
+}
+#endif
+
+// Run the tokens [rows.begin, rows.end) from the state in the pool on, at least one unless records are pending: writes
+// their readout and records, leaves the last state in `state`.
 template <typename Records>
 __device__ __forceinline__ void run_tokens(
-    const TokenArrays& arrays, const TileWork& work, const RowRange& rows, const STATE_TYPE* pool,
-    LaneState& state, const typename Records::Window& window) {
+    const TokenArrays& arrays, const TileWork& work, const RowRange& rows, STATE_TYPE* pool, LaneState& state,
+    const Records& records, const typename Records::Entries& entries, const typename Records::Window& window) {
     __shared__ PartialSums partial[2];
     __shared__ StagedToken staged[2];
     const TokenInputs inputs = inputs_of(arrays, work);
@@ -150,8 +191,13 @@ __device__ __forceinline__ void run_tokens(
     StoredState stored_state;
     stored_state.load_from_pool(pool);
     StoredToken next;
-    next.load(arrays, inputs, rows.begin);
+    if (!Records::MAY_PEND || rows.begin < rows.end) next.load(arrays, inputs, rows.begin);
     stored_state.widen(state);
+    if constexpr (Records::MAY_PEND) {
+        auto pending = records.pending_window(work, entries);
+        apply_pending(state, pending, staged);
+        if (pending.count > 0) settle_pending(state, pool, pending, rows.begin < rows.end && !window.is_recorded);
+    }
 
     for (long long token = rows.begin; token < rows.end; ++token) {
         const StoredToken current = next;
@@ -201,14 +247,16 @@ __device__ __forceinline__ void run_batch(
     if (blockIdx.x >= num_tiles) return clear_rows(arrays, batch, records, blockIdx.x - num_tiles);
     const TileWork work = work_of_tile(arrays, blockIdx.x);
     const TableEntries entries = table_entries(batch, work.sequence);
-    const unsigned int place_bits = records.place_bits(work.sequence);
+    const auto record_entries = records.entries(work.sequence);
     const long long slot = live_slot(batch, entries);
     const RowRange rows = sequence_rows(batch, entries);
-    if (slot < 0 || !records.has_place(place_bits) || rows.begin >= rows.end) return;
+    const bool has_tokens = rows.begin < rows.end;
+    if (slot < 0 || !records.has_place(record_entries)) return;
+    if (!has_tokens && records.num_pending(record_entries, rows) == 0) return;
 
     STATE_TYPE* const lane_pool = pool.lane(slot, work.value_head, work.tile_column);
-    const auto window = records.window(work, rows, place_bits);
+    const auto window = records.window(work, rows, record_entries);
     LaneState state;
-    run_tokens<Records>(arrays, work, rows, lane_pool, state, window);
-    if (!window.is_recorded) store_state(state, lane_pool);
+    run_tokens<Records>(arrays, work, rows, lane_pool, state, records, record_entries, window);
+    if (has_tokens && !window.is_recorded) store_state(state, lane_pool);
 }

@@ -57,6 +57,12 @@ __device__ __forceinline__ void start_copy_16(void* shared, const void* global) 
                  "n"(GLOBAL_OFFSET) : "memory");
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ void start_copy_4(void* shared, const void* global) {
+    const unsigned int address = static_cast<unsigned int>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The same in bulk, by the copy engine that compute capability 9.0 brought: `num_bytes`, a multiple of 16, that one thread

@@ -57,17 +57,19 @@ template <typename Records>
 __device__ __forceinline__ void clear_rows(
     const TokenArrays& arrays, const Batch& batch, const Records& records, unsigned int clearing_block) {
     const auto is_live = [&](long long sequence, const TableEntries& entries) {
-        return live_slot(batch, entries) >= 0 && records.has_place(records.place_bits(sequence));
+        return live_slot(batch, entries) >= 0 && records.has_place(records.entries(sequence));
     };
     clear_unowned_rows(batch, clearing_block, is_live, arrays.out, arrays.out_token_stride, arrays.out_channel_stride,
                        arrays.num_value_heads() * VALUE_HEAD_DIM);
 }
 
 // What run_batch asks about the records of a batch, answered for kernels that keep none: every sequence has a place for
-// them, none is written, and the last state goes to the pool. ring_window.cuh has the other answer.
+// them, none is written, and the last state goes to the pool. ring_window.cuh and pending.cuh have other answers.
 struct NoRecords {
     using Stored = float;
+    struct Entries {};  // what the tables say of a sequence's records
     static constexpr bool ARE_PACKED = true;
+    static constexpr bool MAY_PEND = false;  // whether states advance over records before they run tokens
 
     struct Window {
         static constexpr long long record_stride = 0;
@@ -78,8 +80,9 @@ struct NoRecords {
         __device__ __forceinline__ Stored* delta_row(long long, int) const { return nullptr; }
     };
 
-    __device__ __forceinline__ unsigned int place_bits(long long) const { return 0; }
-    __device__ __forceinline__ void request_place(long long, bool, unsigned int&) const {}
-    __device__ __forceinline__ bool has_place(unsigned int) const { return true; }
-    __device__ __forceinline__ Window window(const TileWork&, const RowRange&, unsigned int) const { return {}; }
+    __device__ __forceinline__ Entries entries(long long) const { return {}; }
+    __device__ __forceinline__ void request(long long, bool, Entries&) const {}
+    __device__ __forceinline__ bool has_place(const Entries&) const { return true; }
+    __device__ __forceinline__ unsigned int num_pending(const Entries&, const RowRange&) const { return 0; }
+    __device__ __forceinline__ Window window(const TileWork&, const RowRange&, const Entries&) const { return {}; }
 };

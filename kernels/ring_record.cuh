@@ -8,6 +8,7 @@
 // its window. Elements of a record beyond these are padding, never read or written.
 #pragma once
 
+#ifdef RING_LEN
 static_assert(RING_LEN >= 1 && RING_LEN <= 64, "RING_LEN");
 
 // The record of a window's first token; those of the others follow, record_stride apart.
@@ -23,3 +24,4 @@ __device__ __forceinline__ long long delta_offset(int head_of_group) {
 __device__ __forceinline__ long long decay_offset(int head_of_group, long long group_size) {
     return KEY_HEAD_DIM + group_size * VALUE_HEAD_DIM + head_of_group;
 }
+#endif

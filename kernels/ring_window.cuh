@@ -1,9 +1,16 @@
 // What verify leaves of a window, in the words of NoRecords in recurrence.cuh.
 #pragma once
+#include "pending.cuh"
 #include "recurrence.cuh"
 #include "ring_record.cuh"
 
 struct RingRecords {
+    // What the tables say of a sequence, unread by anyone so far.
+    struct Entries {
+        unsigned int ring_row;
+        PendingRecords::Entries pending;
+    };
+    static constexpr bool MAY_PEND = HAS_PENDING;
     using Stored = RING_TYPE;
     static constexpr bool ARE_PACKED = RING_IS_PACKED;
 
@@ -14,11 +21,12 @@ struct RingRecords {
     long long ring_slot_idx_stride;
     long long num_key_heads;
     long long group_size;
+    PendingRecords pending;
 
     // The records of one window, as far as the columns from a tile's first on write them. `place` is a token's place in
     // the window. A window that is not recorded stores its state.
     struct Window {
-        RING_TYPE* first;  // the record of the window's first token
+        RING_TYPE* first;  // that of the window's first token
         long long record_stride;
         long long delta_offset;  // of the tile's first column
         long long decay_offset;
@@ -41,29 +49,52 @@ struct RingRecords {
         }
     };
 
-    // The entry of a sequence's ring row as it lies in the table; a row outside the ring makes the sequence padding.
-    __device__ __forceinline__ unsigned int place_bits(long long sequence) const {
-        return ring_slot_idx[sequence * ring_slot_idx_stride];
+    __device__ __forceinline__ Entries entries(long long sequence) const {
+        return {ring_slot_idx[sequence * ring_slot_idx_stride], pending.entries(sequence)};
     }
 
     // The same without waiting, where `is_wanted` says so.
-    __device__ __forceinline__ void request_place(long long sequence, bool is_wanted, unsigned int& place_bits) const {
-        load_if(is_wanted, ring_slot_idx + sequence * ring_slot_idx_stride, place_bits);
+    __device__ __forceinline__ void request(long long sequence, bool is_wanted, Entries& entries) const {
+        load_if(is_wanted, ring_slot_idx + sequence * ring_slot_idx_stride, entries.ring_row);
+        pending.request(sequence, is_wanted, entries.pending);
     }
 
-    __device__ __forceinline__ bool has_place(unsigned int place_bits) const {
-        return valid_index(place_bits, ring_rows) >= 0;
+    // A ring row outside the ring makes the sequence padding.
+    __device__ __forceinline__ bool has_place(const Entries& entries) const {
+        return valid_index(entries.ring_row, ring_rows) >= 0;
     }
 
     __device__ __forceinline__ Window window(
-        const TileWork& work, const RowRange& rows, unsigned int place_bits) const {
-        const bool is_recorded = rows.end - rows.begin <= RING_LEN;
-        return {ring + first_record_offset(place_bits, num_key_heads, work.key_head, record_stride),
+        const TileWork& work, const RowRange& rows, const Entries& entries) const {
+        const unsigned int first_place = is_folded(entries) ? 0 : pending.count(entries.pending);
+        const bool is_recorded = first_place + (rows.end - rows.begin) <= RING_LEN;
+        return {ring + first_record_offset(entries.ring_row, num_key_heads, work.key_head, record_stride) +
+                    first_place * record_stride,
                 record_stride,
                 ::delta_offset(work.head_of_group) + work.tile_column,
                 ::decay_offset(work.head_of_group, group_size),
                 is_recorded,
                 is_recorded && work.tile_column == 0 && work.head_of_group == 0,
                 is_recorded && work.tile_column == 0};
+    }
+
+    // How many records a window starts with. An empty one has no use for those that stay pending.
+    __device__ __forceinline__ unsigned int num_pending(const Entries& entries, const RowRange& rows) const {
+        return rows.begin < rows.end || is_folded(entries) ? pending.count(entries.pending) : 0;
+    }
+
+#if HAS_PENDING
+    __device__ __forceinline__ PendingWindow pending_window(const TileWork& work, const Entries& entries) const {
+        return pending.window(work, entries.pending, is_folded(entries));
+    }
+#endif
+
+private:
+    __device__ __forceinline__ bool is_folded(const Entries& entries) const {
+#if HAS_PENDING
+        return entries.pending.ring_row != entries.ring_row;
+#else
+        return false;
+#endif
     }
 };

@@ -81,6 +81,18 @@ __device__ __forceinline__ void store_state(const float (&state)[ROWS][COLUMNS_P
     for (int row = 0; row < ROWS; ++row) store_run<IS_PACKED, STATE_STAY>(first + row * VALUE_HEAD_DIM, 1, state[row]);
 }
 
+// What a state becomes in the pool and back.
+__device__ __forceinline__ void round_state(LaneState& state) {
+    #pragma unroll
+    for (int row = 0; row < ROWS_PER_LANE; ++row)
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
+            STATE_TYPE stored;
+            from_float(state[row][column], stored);
+            state[row][column] = to_float(stored);
+        }
+}
+
 // Where the calling thread's share lies within its head and tile.
 struct LanePlace {
     int first_row;

@@ -55,7 +55,8 @@ struct LoadedTokens {
 
     __device__ __forceinline__ static int first_token() { return static_cast<int>(threadIdx.x) / 32 * TOKENS_PER_WARP; }
 
-    __device__ __forceinline__ void load(const TokenArrays& arrays, const Chunk& chunk) {
+    template <typename Records>
+    __device__ __forceinline__ void load(const TokenArrays& arrays, const Chunk<Records>& chunk) {
         const int num_tokens = chunk.num_tokens();
         if (num_tokens == 0) return;
         #pragma unroll
@@ -66,9 +67,9 @@ struct LoadedTokens {
     }
 
     // `window` is told keys and decays.
-    template <typename Window>
+    template <typename Records>
     __device__ __forceinline__ void prepare(
-        PreparedToken* chunk_tokens, const Chunk& chunk, const Window& window) const {
+        PreparedToken* chunk_tokens, const Chunk<Records>& chunk, const typename Records::Window& window) const {
         const int num_tokens = chunk.num_tokens();
         if (num_tokens == 0) return;
         PreparedToken* const prepared = chunk_tokens + first_token();

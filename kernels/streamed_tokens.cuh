@@ -10,6 +10,7 @@
 // GRID       any number of blocks: they share the work evenly, and then clear unowned rows
 // CALLER     IS_PACKED only (numeric_types.cuh): copies move 16 bytes
 #pragma once
+#include "stream_records.cuh"
 #include "stream_state.cuh"
 #include "stream_tokens.cuh"
 #include "stream_work.cuh"
@@ -170,7 +171,7 @@ __device__ __forceinline__ void run_token(
 
 // ---- The stream ----
 
-struct BlockMemory {
+struct BlockMemory : RecordStage {
     PreparedToken tokens[2][CHUNK_TOKENS];
     StateStage<HAS_BULK_COPIES && BLOCKS_PER_HEAD == 1> states;
 };
@@ -178,7 +179,7 @@ static_assert(sizeof(BlockMemory) <= SHARED_BYTES, "more than the launch asks fo
 
 template <typename Records>
 __device__ __forceinline__ void run_chunk(
-    const TokenArrays& arrays, const Records& records, const Chunk& chunk, const PreparedToken* tokens,
+    const TokenArrays& arrays, const Records& records, const Chunk<Records>& chunk, const PreparedToken* tokens,
     const StreamLane& lane, LaneState& state) {
     const auto window = chunk.window(records);
     const long long first_channel =
@@ -206,22 +207,27 @@ __device__ __forceinline__ void run_batch(
     BlockMemory& memory = *reinterpret_cast<BlockMemory*>(launch_shared_memory<SHARED_BYTES>());
     const StreamLane lane = stream_lane();
     const Stream<Records> stream(arrays, batch, records);
-    const auto request_state = [&](const Chunk& chunk) {
+    const auto request_state = [&](const Chunk<Records>& chunk) {
         memory.states.request(pool.tile(chunk.slot, chunk.work.value_head, chunk.work.tile_column));
     };
+    const auto lane_pool = [&](const Chunk<Records>& chunk) {
+        return pool.lane(chunk.slot, chunk.work.value_head, chunk.work.tile_column + lane.tile_column);
+    };
 
-    UpcomingJob upcoming = {};
+    UpcomingJob<Records> upcoming = {};
     stream.request(upcoming, stream.first_job(), true);
     memory.states.begin();
     __syncthreads();  // while the tables are on their way
-    Chunk chunk = stream.first_chunk(upcoming);
+    Chunk<Records> chunk = stream.first_chunk(upcoming);
     if (chunk.begins_window()) request_state(chunk);
+    memory.request_records(0, records, chunk);
     stream.request(upcoming, stream.job_after(chunk.job), true);
     LoadedTokens loaded;
     loaded.load(arrays, chunk);
     loaded.prepare(memory.tokens[0], chunk, chunk.window(records));
-    Chunk next = stream.following(chunk, upcoming);
+    Chunk<Records> next = stream.following(chunk, upcoming);
     loaded.load(arrays, next);
+    memory.wait_for_records();
     __syncthreads();
 
     LaneState state;
@@ -229,15 +235,18 @@ __device__ __forceinline__ void run_batch(
     for (int buffer = 0; stream.exists(chunk.job); buffer ^= 1) {
         if (chunk.begins_window()) memory.states.read(state, num_states++);
         if (next.begins_window()) request_state(next);
+        memory.request_records(buffer ^ 1, records, next);
 
+        memory.apply_records(buffer, records, chunk, state, lane_pool(chunk));
         run_chunk(arrays, records, chunk, memory.tokens[buffer], lane, state);
         if (chunk.ends_window() && chunk.num_tokens() > 0 && !chunk.window(records).is_recorded)
-            store_state(state, pool.lane(chunk.slot, chunk.work.value_head, chunk.work.tile_column + lane.tile_column));
+            store_state(state, lane_pool(chunk));
 
         loaded.prepare(memory.tokens[buffer ^ 1], next, next.window(records));
         chunk = next;
         next = stream.following(next, upcoming);
         loaded.load(arrays, next);
+        memory.wait_for_records();
         __syncthreads();
     }
     const long long num_clearing_blocks =

@@ -15,7 +15,13 @@ from gdn.backends.row_tile import (
     row_tile_for,
     row_tiles,
 )
-from gdn.backends.streamed_tile import blocks_at_once, streamed_registers, streamed_tile_for, streamed_tiles
+from gdn.backends.streamed_tile import (
+    blocks_at_once,
+    streamed_registers,
+    streamed_tile_for,
+    streamed_tiles,
+    with_records,
+)
 from gdn.errors import ShapeError, rejection
 from gdn.geometry import HeadGeometry
 from gdn.recurrence import RecurrenceInputs
@@ -64,11 +70,13 @@ PARAMETERS = (
 )
 
 
-def row_tile(inputs: RecurrenceInputs, out: Argument | None = None) -> RowTile:
+def row_tile(inputs: RecurrenceInputs, out: Argument | None = None, *, has_pending: bool = False) -> RowTile:
     """The thread map for these inputs and this readout; None is a readout yet to be made."""
     geometry, itemsize = inputs.geometry, inputs.recurrent_state.itemsize
     if is_packed(inputs, out):
         streamed = streamed_tile_for(geometry, itemsize, inputs.batch_size, inputs.total_seq_len)
+        if streamed is not None and has_pending:
+            streamed = with_records(streamed, geometry.key_head_dim, itemsize)
         if streamed is not None:
             return streamed
     return row_tile_for(geometry, itemsize, *tile_size(_TILES[itemsize], inputs.batch_size * geometry.num_value_heads))

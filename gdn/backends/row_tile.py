@@ -37,7 +37,8 @@ class RowTile:
     """One thread map. A row group is `lanes_per_row` neighbouring threads with `columns_per_lane` columns each.
 
     streamed_warps: 0 where a block holds one tile; otherwise the warps of a block, each of which holds a tile of its
-    own and goes from one to the next. tokens_per_warp: that each of them makes ready at a time.
+    own and goes from one to the next. tokens_per_warp: that each of them makes ready at a time. records_per_warp: that
+    each of them asks for at a time, in a call with pending records.
     """
 
     row_groups: int
@@ -45,6 +46,7 @@ class RowTile:
     columns_per_lane: int
     streamed_warps: int = 0
     tokens_per_warp: int = 1
+    records_per_warp: int = 0
 
     @property
     def columns(self) -> int:
@@ -74,7 +76,7 @@ class RowTile:
         return tokens + (2 * 4 * warps * self.lanes_per_row * sums if warps > 1 else 0) + 64  # and bits of clearing
 
     def _streamed_bytes(self, key_head_dim: int, state_itemsize: int) -> int:
-        """States on their way, and two chunks of prepared tokens; `BlockMemory` in `kernels/streamed_tokens.cuh`."""
+        """States on their way, two chunks of tokens and records; `BlockMemory` in `kernels/streamed_tokens.cuh`."""
 
         def aligned(num_bytes: int) -> int:
             return -(-num_bytes // 16) * 16
@@ -83,7 +85,9 @@ class RowTile:
         free_columns = 0 if self.columns * state_itemsize % 128 == 0 else self.columns
         state = aligned(self.row_groups * (rows * self.columns + free_columns) * state_itemsize)
         token = aligned(4 * (2 * self.row_groups * (rows + 4) + warps * self.columns + 5))
-        return warps * (state + 2 * self.tokens_per_warp * token) + 16  # and a barrier
+        record = aligned(4 * (key_head_dim + 4 * self.row_groups + warps * self.columns + 1))  # of float32, the widest
+        chunks = 2 * (self.tokens_per_warp * token + self.records_per_warp * record)
+        return warps * (state + chunks) + 16  # and a barrier
 
     def macros(self, key_head_dim: int, state_itemsize: int, registers: int) -> tuple[tuple[str, str], ...]:
         """The map as compile-time constants of a kernel whose threads may use so many registers."""
@@ -93,6 +97,8 @@ class RowTile:
                 ("TOKENS_PER_WARP", str(self.tokens_per_warp)),
                 ("SHARED_BYTES", str(self.shared_bytes(key_head_dim, state_itemsize))),
             )
+        if self.records_per_warp:
+            shared += (("RECORDS_PER_WARP", str(self.records_per_warp)),)
         return (
             ("ROW_GROUPS", str(self.row_groups)),
             ("LANES_PER_ROW", str(self.lanes_per_row)),

@@ -7,6 +7,7 @@ warps of its block once a chunk of tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from gdn.backends.row_tile import WARP, RowTile, forced, num_chains
@@ -31,6 +32,7 @@ _COLUMNS_PER_LANE = 4
 _MAX_ROW_GROUPS = 16
 _CHUNK_TOKENS = 4  # at least
 _MAX_TOKENS_PER_WARP = 4
+_MAX_RECORDS_PER_WARP = 2
 _MAX_WARPS = 4
 #: Warps that may share a whole head, which is then copied in bulk.
 _MAX_WARPS_OF_HEAD = 6
@@ -86,6 +88,15 @@ def streamed_tile_for(heads: HeadGeometry, state_itemsize: int, batch_size: int,
         return tiles[0]
     small = [tile for tile in tiles if tile.row_groups == tiles[-1].row_groups]
     return small[-1] if total_seq_len >= LONG_ROW_TOKENS * batch_size else small[0]
+
+
+def with_records(tile: RowTile, key_head_dim: int, state_itemsize: int) -> RowTile | None:
+    """The map for calls with pending records, which take shared memory; None where a block has none left for them."""
+    for count in range(_MAX_RECORDS_PER_WARP, 0, -1):
+        widened = replace(tile, records_per_warp=count)
+        if widened.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES:
+            return widened
+    return None
 
 
 def streamed_values(tile: RowTile, key_head_dim: int) -> int:

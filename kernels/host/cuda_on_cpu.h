@@ -168,6 +168,7 @@ void start_copy_16(void* shared, const void* global) {
     gdn_on_cpu::start_copy(static_cast<char*>(shared) + SHARED_OFFSET,
                            static_cast<const char*>(global) + GLOBAL_OFFSET, 16);
 }
+inline void start_copy_4(void* shared, const void* global) { gdn_on_cpu::start_copy(shared, global, 4); }
 inline void wait_for_copies() { gdn_on_cpu::finish_copies(); }
 
 constexpr bool HAS_BULK_COPIES = true;

@@ -24,14 +24,14 @@ struct TokenInputs {
     const GATE_TYPE* beta;
 };
 
-// The first of them, of the whole head.
 __device__ __forceinline__ int first_staged_row() {
-    const int lane = threadIdx.x % 32 < STAGING_LANES ? threadIdx.x % 32 : 0;
-    return static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + lane * STAGED_ROWS;
+    return static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + static_cast<int>(threadIdx.x) % 32 * STAGED_ROWS;
 }
 
 __device__ __forceinline__ TokenInputs inputs_of(const TokenArrays& arrays, const TileWork& work) {
-    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM + first_staged_row();
+    const int lane = threadIdx.x % 32 < STAGING_LANES ? threadIdx.x % 32 : 0;
+    const long long key_channel = static_cast<long long>(work.key_head) * KEY_HEAD_DIM +
+                                  static_cast<int>(threadIdx.x) / 32 * WARP_ROWS + lane * STAGED_ROWS;
     const long long key_dim = arrays.num_key_heads * KEY_HEAD_DIM;
     const long long value_channel = 2 * key_dim + static_cast<long long>(work.value_head) * VALUE_HEAD_DIM +
                                     work.tile_column + lane_place().first_column;
@@ -145,7 +145,7 @@ struct StoredRecord {
 
     __device__ __forceinline__ void load(const PendingWindow& pending, unsigned int i) {
         const RING_TYPE* const record = pending.record(i);
-        key.load(record + first_staged_row(), 1);
+        key.load(record + (threadIdx.x % 32 < STAGING_LANES ? first_staged_row() : 0), 1);
         delta.load(record + pending.delta_offset + lane_place().first_column, 1);
         decay = record[pending.decay_offset];
     }
@@ -194,9 +194,14 @@ __device__ __forceinline__ void run_tokens(
     if (!Records::MAY_PEND || rows.begin < rows.end) next.load(arrays, inputs, rows.begin);
     stored_state.widen(state);
     if constexpr (Records::MAY_PEND) {
-        auto pending = records.pending_window(work, entries);
+        const auto pending = records.pending_window(work, entries);
         apply_pending(state, pending, staged);
-        if (pending.count > 0) settle_pending(state, pool, pending, rows.begin < rows.end && !window.is_recorded);
+        if (pending.count > 0 && pending.is_folded) {
+            const bool is_stored_later = rows.begin < rows.end && !window.is_recorded;
+            if (!is_stored_later) store_state(state, pool);
+            #pragma unroll
+            for (int row = 0; row < ROWS_PER_LANE; ++row) round_row(state[row]);
+        }
     }
 
     for (long long token = rows.begin; token < rows.end; ++token) {
@@ -251,12 +256,12 @@ __device__ __forceinline__ void run_batch(
     const long long slot = live_slot(batch, entries);
     const RowRange rows = sequence_rows(batch, entries);
     const bool has_tokens = rows.begin < rows.end;
-    if (slot < 0 || !records.has_place(record_entries)) return;
-    if (!has_tokens && records.num_pending(record_entries, rows) == 0) return;
+    const bool has_work = has_tokens || records.num_pending(record_entries, rows) > 0;
+    if (slot < 0 || !records.has_place(record_entries) || !has_work) return;
 
     STATE_TYPE* const lane_pool = pool.lane(slot, work.value_head, work.tile_column);
     const auto window = records.window(work, rows, record_entries);
     LaneState state;
     run_tokens<Records>(arrays, work, rows, lane_pool, state, records, record_entries, window);
-    if (has_tokens && !window.is_recorded) store_state(state, lane_pool);
+    if ((!Records::MAY_PEND || has_tokens) && !window.is_recorded) store_state(state, lane_pool);
 }

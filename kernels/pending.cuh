@@ -89,15 +89,6 @@ struct FoldedRecords : NoRecords {
     }
 };
 
-// What becomes of a state that has advanced over its pending records, at least one. The thread's share of it lies at
-// `pool`. A state that tokens will change and that is stored after them need not be stored here.
-__device__ __forceinline__ void settle_pending(
-    LaneState& state, STATE_TYPE* pool, const PendingWindow& pending, bool is_stored_later) {
-    if (!pending.is_folded) return;
-    if (!is_stored_later) store_state(state, pool);
-    round_state(state);
-}
-
 #else
 
 // Answers of a call that has none.

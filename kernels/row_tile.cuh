@@ -73,24 +73,26 @@ struct StoredState {
     }
 };
 
+__device__ __forceinline__ void store_row(const float (&elements)[COLUMNS_PER_LANE], STATE_TYPE* row) {
+    store_run<IS_PACKED, STATE_STAY>(row, 1, elements);
+}
+
+// What elements become in the pool and back.
+__device__ __forceinline__ void round_row(float (&elements)[COLUMNS_PER_LANE]) {
+    #pragma unroll
+    for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
+        STATE_TYPE stored;
+        from_float(elements[column], stored);
+        elements[column] = to_float(stored);
+    }
+}
+
 // Write rows of the thread's share to the pool, the first of them at `first`.
 template <int ROWS>
 __device__ __forceinline__ void store_state(const float (&state)[ROWS][COLUMNS_PER_LANE], STATE_TYPE* first) {
     if (threadIdx.x % TILE_THREADS >= WORKING_THREADS) return;
     #pragma unroll
-    for (int row = 0; row < ROWS; ++row) store_run<IS_PACKED, STATE_STAY>(first + row * VALUE_HEAD_DIM, 1, state[row]);
-}
-
-// What a state becomes in the pool and back.
-__device__ __forceinline__ void round_state(LaneState& state) {
-    #pragma unroll
-    for (int row = 0; row < ROWS_PER_LANE; ++row)
-        #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-            STATE_TYPE stored;
-            from_float(state[row][column], stored);
-            state[row][column] = to_float(stored);
-        }
+    for (int row = 0; row < ROWS; ++row) store_row(state[row], first + row * VALUE_HEAD_DIM);
 }
 
 // Where the calling thread's share lies within its head and tile.

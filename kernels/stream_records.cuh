@@ -50,34 +50,41 @@ struct alignas(16) StagedRecord {
         }
     }
 
-    // Advance the state of a lane that holds columns from `first_column` of the block on.
-    __device__ __forceinline__ void apply(LaneState& state, int row_group, int first_column) const {
+    // Advance the state of a lane that holds columns from `first_column` of the block on. FOLDS: this is the last record
+    // before the state is rounded to its type in the pool; there lies the lane's share of it, if it is to be stored.
+    template <bool FOLDS>
+    __device__ __forceinline__ void apply(LaneState& state, int row_group, int first_column, STATE_TYPE* pool) const {
         Run<RING_TYPE, COLUMNS_PER_LANE, true> stored_delta;
         stored_delta.load(delta + first_column, 1);
         float delta_factors[COLUMNS_PER_LANE];
         #pragma unroll
         for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta_factors[column] = stored_delta[column];
-        apply_rows<0>(state, key + row_group * (ROWS_PER_LANE + GAP), delta_factors, to_float(decay));
+        apply_rows<FOLDS, 0>(state, key + row_group * (ROWS_PER_LANE + GAP), delta_factors, to_float(decay), pool);
     }
 
 private:
-    // A few rows at a time, so that few of the key's are in registers.
-    template <int FIRST>
+    // A few rows at a time: so few of the key's are in registers, and stores are spread out among the arithmetic.
+    template <bool FOLDS, int FIRST>
     __device__ __forceinline__ static void apply_rows(
-        LaneState& state, const RING_TYPE* rows, const float (&delta)[COLUMNS_PER_LANE], float record_decay) {
+        LaneState& state, const RING_TYPE* rows, const float (&delta)[COLUMNS_PER_LANE], float record_decay,
+        STATE_TYPE* pool) {
         if constexpr (FIRST < ROWS_PER_LANE) {
             constexpr int PART = ROWS_PER_LANE % 4 == 0 ? 4 : 1;
             Run<RING_TYPE, PART, true> part;
             part.load(rows + FIRST, 1);
             #pragma unroll
             for (int row = 0; row < PART; ++row) {
+                float(&elements)[COLUMNS_PER_LANE] = state[FIRST + row];
                 const float key_row = part[row];
                 #pragma unroll
                 for (int column = 0; column < COLUMNS_PER_LANE; ++column)
-                    state[FIRST + row][column] =
-                        updated_element(decayed_element(state[FIRST + row][column], record_decay), key_row, delta[column]);
+                    elements[column] = updated_element(decayed_element(elements[column], record_decay), key_row, delta[column]);
+                if constexpr (FOLDS) {
+                    if (pool != nullptr) store_row(elements, pool + (FIRST + row) * VALUE_HEAD_DIM);
+                    round_row(elements);
+                }
             }
-            apply_rows<FIRST + PART>(state, rows, delta, record_decay);
+            apply_rows<FOLDS, FIRST + PART>(state, rows, delta, record_decay, pool);
         }
     }
 };
@@ -105,12 +112,17 @@ struct RecordStage {
     __device__ __forceinline__ void apply_records(
         int buffer, const Records& batch_records, const Chunk& chunk, LaneState& state, STATE_TYPE* pool) const {
         const int num_records = chunk.num_records();
+        if (num_records == 0) return;
         const int row_group = static_cast<int>(threadIdx.x) % 32 / LANES_PER_ROW;
         const int first_column = static_cast<int>(threadIdx.x) / 32 * TILE_COLUMNS + lane_place().first_column;
-        for (int i = 0; i < num_records; ++i) records[buffer][i].apply(state, row_group, first_column);
-        if (num_records > 0 && chunk.ends_records())
-            settle_pending(state, pool, batch_records.pending_window(chunk.work, chunk.entries),
-                           chunk.begin < chunk.end && !chunk.window(batch_records).is_recorded);
+        const PendingWindow pending = batch_records.pending_window(chunk.work, chunk.entries);
+        const bool folds = chunk.ends_records() && pending.is_folded;
+        for (int i = 0; i < num_records - (folds ? 1 : 0); ++i)
+            records[buffer][i].template apply<false>(state, row_group, first_column, nullptr);
+        if (!folds) return;
+        const bool is_stored_later = chunk.begin < chunk.end && !chunk.window(batch_records).is_recorded;
+        records[buffer][num_records - 1].template apply<true>(
+            state, row_group, first_column, is_stored_later ? nullptr : pool);
     }
 };
 

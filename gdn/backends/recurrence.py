@@ -20,7 +20,6 @@ from gdn.backends.streamed_tile import (
     streamed_registers,
     streamed_tile_for,
     streamed_tiles,
-    with_records,
 )
 from gdn.errors import ShapeError, rejection
 from gdn.geometry import HeadGeometry
@@ -74,9 +73,9 @@ def row_tile(inputs: RecurrenceInputs, out: Argument | None = None, *, has_pendi
     """The thread map for these inputs and this readout; None is a readout yet to be made."""
     geometry, itemsize = inputs.geometry, inputs.recurrent_state.itemsize
     if is_packed(inputs, out):
-        streamed = streamed_tile_for(geometry, itemsize, inputs.batch_size, inputs.total_seq_len)
-        if streamed is not None and has_pending:
-            streamed = with_records(streamed, geometry.key_head_dim, itemsize)
+        streamed = streamed_tile_for(
+            geometry, itemsize, inputs.batch_size, inputs.total_seq_len, has_pending=has_pending
+        )
         if streamed is not None:
             return streamed
     return row_tile_for(geometry, itemsize, *tile_size(_TILES[itemsize], inputs.batch_size * geometry.num_value_heads))
@@ -87,7 +86,9 @@ def tile_size(sizes: TileSizes, num_heads: int) -> tuple[int, int]:
     return next(size for most, size in sizes if most is None or num_heads <= most)
 
 
-def registers(inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool) -> int:
+def registers(
+    inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool, has_pending: bool = False
+) -> int:
     """Registers that a thread may use: as few as it can without spilling, so that more of them fit.
 
     A test compiles every variant and fails on a spill.
@@ -98,7 +99,8 @@ def registers(inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_r
     values = tile.elements_per_lane(key_head_dim) + 4 * tile.columns_per_lane  # and sums, delta factors, readouts
     if values <= 32:
         return 128
-    is_light = not keeps_records and is_packed(inputs, out) and inputs.qkv_conv_output.itemsize == 2
+    is_plain = not keeps_records and not has_pending
+    is_light = is_plain and is_packed(inputs, out) and inputs.qkv_conv_output.itemsize == 2
     if (
         is_light
         and is_common_size(key_head_dim)
@@ -146,8 +148,8 @@ def macros(
 ) -> tuple[tuple[str, str], ...]:
     """The compile-time constants for these inputs; `keeps_records`: the kernel reads states that it does not write."""
     geometry = inputs.geometry
-    stays = not keeps_records and state_stays(inputs.recurrent_state, inputs.batch_size)
-    cap = registers(inputs, out, tile, keeps_records=keeps_records)
+    stays = (has_pending or not keeps_records) and state_stays(inputs.recurrent_state, inputs.batch_size)
+    cap = registers(inputs, out, tile, keeps_records=keeps_records, has_pending=has_pending)
     return (
         ("KEY_HEAD_DIM", str(geometry.key_head_dim)),
         ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),

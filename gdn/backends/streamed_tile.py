@@ -71,18 +71,24 @@ def _maps_of(row_groups: int, key_head_dim: int, value_head_dim: int) -> Iterato
         yield RowTile(row_groups, lanes_per_row, _COLUMNS_PER_LANE, warps, most)
 
 
-def streamed_tile_for(heads: HeadGeometry, state_itemsize: int, batch_size: int, total_seq_len: int) -> RowTile | None:
+def streamed_tile_for(
+    heads: HeadGeometry, state_itemsize: int, batch_size: int, total_seq_len: int, *, has_pending: bool = False
+) -> RowTile | None:
     """The map of a call, None where it should not stream, or no such map serves its heads.
 
     Inside `forced_row_tile` the forced one, or None if that does not stream.
     """
     if not batch_size:  # a streaming block reads the tables of a sequence before it knows that there is one
         return None
-    tiles = streamed_tiles(heads.key_head_dim, heads.value_head_dim, state_itemsize)
+    sizes = heads.key_head_dim, heads.value_head_dim, state_itemsize
     wanted = forced()
     if wanted is not None:
-        return wanted if wanted in tiles else None
-    if not tiles or total_seq_len < MIN_STREAMED_TOKENS * batch_size:
+        if wanted not in streamed_tiles(*sizes):
+            return None
+        return _with_records(wanted, *sizes) if has_pending else wanted
+    tiles = tiles_with_records(*sizes) if has_pending else streamed_tiles(*sizes)
+    # Pending records count as tokens, but how many there are is known on the device alone.
+    if not tiles or (total_seq_len < MIN_STREAMED_TOKENS * batch_size and not has_pending):
         return None
     if batch_size * heads.num_value_heads > FEW_STREAMED_HEADS:
         return tiles[0]
@@ -90,8 +96,16 @@ def streamed_tile_for(heads: HeadGeometry, state_itemsize: int, batch_size: int,
     return small[-1] if total_seq_len >= LONG_ROW_TOKENS * batch_size else small[0]
 
 
-def with_records(tile: RowTile, key_head_dim: int, state_itemsize: int) -> RowTile | None:
-    """The map for calls with pending records, which take shared memory; None where a block has none left for them."""
+@cache
+def tiles_with_records(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tuple[RowTile, ...]:
+    """The maps of `streamed_tiles` for calls with pending records, as far as a block has shared memory for them."""
+    sizes = key_head_dim, value_head_dim, state_itemsize
+    widened = (_with_records(tile, *sizes) for tile in streamed_tiles(*sizes))
+    return tuple(tile for tile in widened if tile is not None)
+
+
+def _with_records(tile: RowTile, key_head_dim: int, _value_head_dim: int, state_itemsize: int) -> RowTile | None:
+    """The map with as many records at a time as shared memory has room for; None where it has none."""
     for count in range(_MAX_RECORDS_PER_WARP, 0, -1):
         widened = replace(tile, records_per_warp=count)
         if widened.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES:

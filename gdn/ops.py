@@ -31,6 +31,7 @@ from gdn.ring import (
     require_apart_from_pool,
     require_writable_fold,
     require_writable_ring,
+    ring_len,
     verify_inputs,
 )
 
@@ -339,7 +340,7 @@ def _fwd_rules(
     given = None if out is None else _readout_argument(out, inputs, *(pending.arguments if pending else ()))
 
     def ready() -> Ready:
-        tile = recurrence.row_tile(inputs, given, has_pending=pending is not None)
+        tile = recurrence.row_tile(inputs, given, ring_len(pending.ring) if pending else 0)
         num_blocks = recurrence.num_blocks(inputs, tile)
         readout = given or _new_readout(inputs, place)
         return Ready(
@@ -375,7 +376,7 @@ def _verify_rules(
     given = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, *inputs.tables)
 
     def ready() -> Ready:
-        tile = recurrence.row_tile(inputs.recurrence, given, has_pending=inputs.pending is not None)
+        tile = recurrence.row_tile(inputs.recurrence, given, ring_len(inputs.ring) if inputs.pending else 0)
         num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
         readout = given or _new_readout(inputs.recurrence, place)
         return Ready(

@@ -50,16 +50,28 @@ struct alignas(16) StagedRecord {
         }
     }
 
-    // Advance the state of a lane that holds columns from `first_column` of the block on. FOLDS: this is the last record
-    // before the state is rounded to its type in the pool; there lies the lane's share of it, if it is to be stored.
+    // What a lane needs of it beside the key: read a record ahead, since everything waits for the decay.
+    struct Factors {
+        Run<RING_TYPE, COLUMNS_PER_LANE, true> delta;  // of the lane's columns
+        RING_TYPE decay;
+    };
+    __device__ __forceinline__ Factors factors(int first_column) const {
+        Factors result;
+        result.delta.load(delta + first_column, 1);
+        result.decay = decay;
+        return result;
+    }
+
+    // Advance the lane's share of the state. FOLDS: this is the last record before the state is rounded to its type in the
+    // pool; there lies the lane's share of it, if it is to be stored.
     template <bool FOLDS>
-    __device__ __forceinline__ void apply(LaneState& state, int row_group, int first_column, STATE_TYPE* pool) const {
-        Run<RING_TYPE, COLUMNS_PER_LANE, true> stored_delta;
-        stored_delta.load(delta + first_column, 1);
+    __device__ __forceinline__ void apply(
+        LaneState& state, const Factors& factors, int row_group, STATE_TYPE* pool) const {
         float delta_factors[COLUMNS_PER_LANE];
         #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta_factors[column] = stored_delta[column];
-        apply_rows<FOLDS, 0>(state, key + row_group * (ROWS_PER_LANE + GAP), delta_factors, to_float(decay), pool);
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta_factors[column] = factors.delta[column];
+        apply_rows<FOLDS, 0>(
+            state, key + row_group * (ROWS_PER_LANE + GAP), delta_factors, to_float(factors.decay), pool);
     }
 
 private:
@@ -99,6 +111,7 @@ struct RecordStage {
     __device__ __forceinline__ void request_records(int buffer, const Records& batch_records, const Chunk& chunk) {
         const int num_records = chunk.num_records();
         const int first = static_cast<int>(threadIdx.x) / 32 * RECORDS_PER_WARP;
+        if (first >= num_records) return;
         const PendingWindow pending = batch_records.pending_window(chunk.work, chunk.entries);
         #pragma unroll
         for (int i = first; i < first + RECORDS_PER_WARP; ++i)
@@ -107,22 +120,26 @@ struct RecordStage {
 
     __device__ __forceinline__ void wait_for_records() const { wait_for_copies(); }
 
-    // Advance the calling thread's share of the state, which lies at `pool`.
-    template <typename Records, typename Chunk>
+    // Advance the calling thread's share of the state. `pool` says where it lies.
+    template <typename Records, typename Chunk, typename Pool>
     __device__ __forceinline__ void apply_records(
-        int buffer, const Records& batch_records, const Chunk& chunk, LaneState& state, STATE_TYPE* pool) const {
+        int buffer, const Records& batch_records, const Chunk& chunk, LaneState& state, const Pool& pool) const {
         const int num_records = chunk.num_records();
         if (num_records == 0) return;
         const int row_group = static_cast<int>(threadIdx.x) % 32 / LANES_PER_ROW;
         const int first_column = static_cast<int>(threadIdx.x) / 32 * TILE_COLUMNS + lane_place().first_column;
         const PendingWindow pending = batch_records.pending_window(chunk.work, chunk.entries);
         const bool folds = chunk.ends_records() && pending.is_folded;
-        for (int i = 0; i < num_records - (folds ? 1 : 0); ++i)
-            records[buffer][i].template apply<false>(state, row_group, first_column, nullptr);
+        StagedRecord::Factors next = records[buffer][0].factors(first_column);
+        for (int i = 0; i < num_records - (folds ? 1 : 0); ++i) {
+            const StagedRecord::Factors factors = next;
+            next = records[buffer][i + 1 < num_records ? i + 1 : i].factors(first_column);
+            records[buffer][i].template apply<false>(state, factors, row_group, nullptr);
+        }
         if (!folds) return;
         const bool is_stored_later = chunk.begin < chunk.end && !chunk.window(batch_records).is_recorded;
         records[buffer][num_records - 1].template apply<true>(
-            state, row_group, first_column, is_stored_later ? nullptr : pool);
+            state, next, row_group, is_stored_later ? nullptr : pool(chunk));
     }
 };
 
@@ -133,7 +150,7 @@ struct RecordStage {
     template <typename Records, typename Chunk>
     __device__ __forceinline__ void request_records(int, const Records&, const Chunk&) {}
     __device__ __forceinline__ void wait_for_records() const {}
-    template <typename Records, typename Chunk>
-    __device__ __forceinline__ void apply_records(int, const Records&, const Chunk&, LaneState&, STATE_TYPE*) const {}
+    template <typename Records, typename Chunk, typename Pool>
+    __device__ __forceinline__ void apply_records(int, const Records&, const Chunk&, LaneState&, const Pool&) const {}
 };
 #endif

@@ -237,7 +237,7 @@ __device__ __forceinline__ void run_batch(
         if (next.begins_window()) request_state(next);
         memory.request_records(buffer ^ 1, records, next);
 
-        memory.apply_records(buffer, records, chunk, state, lane_pool(chunk));
+        memory.apply_records(buffer, records, chunk, state, lane_pool);
         run_chunk(arrays, records, chunk, memory.tokens[buffer], lane, state);
         if (chunk.ends_window() && chunk.num_tokens() > 0 && !chunk.window(records).is_recorded)
             store_state(state, lane_pool(chunk));

@@ -69,13 +69,14 @@ PARAMETERS = (
 )
 
 
-def row_tile(inputs: RecurrenceInputs, out: Argument | None = None, *, has_pending: bool = False) -> RowTile:
-    """The thread map for these inputs and this readout; None is a readout yet to be made."""
+def row_tile(inputs: RecurrenceInputs, out: Argument | None = None, pending_ring_len: int = 0) -> RowTile:
+    """The thread map for these inputs and this readout; None is a readout yet to be made.
+
+    pending_ring_len: RING_LEN of a call with pending records.
+    """
     geometry, itemsize = inputs.geometry, inputs.recurrent_state.itemsize
     if is_packed(inputs, out):
-        streamed = streamed_tile_for(
-            geometry, itemsize, inputs.batch_size, inputs.total_seq_len, has_pending=has_pending
-        )
+        streamed = streamed_tile_for(geometry, itemsize, inputs.batch_size, inputs.total_seq_len, pending_ring_len)
         if streamed is not None:
             return streamed
     return row_tile_for(geometry, itemsize, *tile_size(_TILES[itemsize], inputs.batch_size * geometry.num_value_heads))

@@ -28,6 +28,9 @@ LONG_ROW_TOKENS = 16
 #: Up to so many heads over all sequences, large tiles would leave multiprocessors idle; measured on an H200.
 FEW_STREAMED_HEADS = 64
 
+#: Up to so many, single tokens with pending records are better off with a block for each tile; measured there too.
+FEW_PENDING_HEADS = 128
+
 _COLUMNS_PER_LANE = 4
 _MAX_ROW_GROUPS = 16
 _CHUNK_TOKENS = 4  # at least
@@ -72,45 +75,47 @@ def _maps_of(row_groups: int, key_head_dim: int, value_head_dim: int) -> Iterato
 
 
 def streamed_tile_for(
-    heads: HeadGeometry, state_itemsize: int, batch_size: int, total_seq_len: int, *, has_pending: bool = False
+    heads: HeadGeometry, state_itemsize: int, batch_size: int, total_seq_len: int, pending_ring_len: int = 0
 ) -> RowTile | None:
     """The map of a call, None where it should not stream, or no such map serves its heads.
 
-    Inside `forced_row_tile` the forced one, or None if that does not stream.
+    pending_ring_len: RING_LEN of a call with pending records. Inside `forced_row_tile` the forced map, or None if that
+    does not stream.
     """
     if not batch_size:  # a streaming block reads the tables of a sequence before it knows that there is one
         return None
     sizes = heads.key_head_dim, heads.value_head_dim, state_itemsize
+    tiles = tiles_with_records(*sizes, pending_ring_len) if pending_ring_len else streamed_tiles(*sizes)
     wanted = forced()
     if wanted is not None:
-        if wanted not in streamed_tiles(*sizes):
-            return None
-        return _with_records(wanted, *sizes) if has_pending else wanted
-    tiles = tiles_with_records(*sizes) if has_pending else streamed_tiles(*sizes)
+        return next((tile for tile in tiles if replace(tile, records_per_warp=0) == wanted), None)
+    num_heads = batch_size * heads.num_value_heads
     # Pending records count as tokens, but how many there are is known on the device alone.
-    if not tiles or (total_seq_len < MIN_STREAMED_TOKENS * batch_size and not has_pending):
+    is_short = total_seq_len < MIN_STREAMED_TOKENS * batch_size
+    if not tiles or (is_short and not (pending_ring_len and num_heads > FEW_PENDING_HEADS)):
         return None
-    if batch_size * heads.num_value_heads > FEW_STREAMED_HEADS:
+    if num_heads > FEW_STREAMED_HEADS:
         return tiles[0]
     small = [tile for tile in tiles if tile.row_groups == tiles[-1].row_groups]
     return small[-1] if total_seq_len >= LONG_ROW_TOKENS * batch_size else small[0]
 
 
 @cache
-def tiles_with_records(key_head_dim: int, value_head_dim: int, state_itemsize: int) -> tuple[RowTile, ...]:
-    """The maps of `streamed_tiles` for calls with pending records, as far as a block has shared memory for them."""
-    sizes = key_head_dim, value_head_dim, state_itemsize
-    widened = (_with_records(tile, *sizes) for tile in streamed_tiles(*sizes))
-    return tuple(tile for tile in widened if tile is not None)
+def tiles_with_records(
+    key_head_dim: int, value_head_dim: int, state_itemsize: int, ring_len: int
+) -> tuple[RowTile, ...]:
+    """The maps for calls with pending records: as many at a time as a ring row and shared memory hold."""
 
+    def widened(tile: RowTile) -> Iterator[RowTile]:
+        most = min(_MAX_RECORDS_PER_WARP, -(-ring_len // tile.streamed_warps))
+        for count in range(most, 0, -1):
+            candidate = replace(tile, records_per_warp=count)
+            if candidate.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES:
+                yield candidate
+                return
 
-def _with_records(tile: RowTile, key_head_dim: int, _value_head_dim: int, state_itemsize: int) -> RowTile | None:
-    """The map with as many records at a time as shared memory has room for; None where it has none."""
-    for count in range(_MAX_RECORDS_PER_WARP, 0, -1):
-        widened = replace(tile, records_per_warp=count)
-        if widened.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES:
-            return widened
-    return None
+    tiles = streamed_tiles(key_head_dim, value_head_dim, state_itemsize)
+    return tuple(candidate for tile in tiles for candidate in widened(tile))
 
 
 def streamed_values(tile: RowTile, key_head_dim: int) -> int:

@@ -198,9 +198,10 @@ __device__ __forceinline__ void run_tokens(
         apply_pending(state, pending, staged);
         if (pending.count > 0 && pending.is_folded) {
             const bool is_stored_later = rows.begin < rows.end && !window.is_recorded;
-            if (!is_stored_later) store_state(state, pool);
+            const bool stores = !is_stored_later && threadIdx.x < WORKING_THREADS;
             #pragma unroll
-            for (int row = 0; row < ROWS_PER_LANE; ++row) round_row(state[row]);
+            for (int row = 0; row < ROWS_PER_LANE; ++row)
+                fold_row(state[row], stores ? pool + row * VALUE_HEAD_DIM : nullptr);
         }
     }
 

@@ -77,13 +77,22 @@ __device__ __forceinline__ void store_row(const float (&elements)[COLUMNS_PER_LA
     store_run<IS_PACKED, STATE_STAY>(row, 1, elements);
 }
 
-// What elements become in the pool and back.
-__device__ __forceinline__ void round_row(float (&elements)[COLUMNS_PER_LANE]) {
+// Make of elements what they become in the pool and back, and put them there, if `row` is given. They are rounded once, and
+// several at a time where the machine can.
+__device__ __forceinline__ void fold_row(float (&elements)[COLUMNS_PER_LANE], STATE_TYPE* row) {
+    if (row != nullptr) store_row(elements, row);
+    if constexpr (sizeof(STATE_TYPE) == 4) return;
+    Packed<STATE_TYPE, COLUMNS_PER_LANE> rounded;
     #pragma unroll
-    for (int column = 0; column < COLUMNS_PER_LANE; ++column) {
-        STATE_TYPE stored;
-        from_float(elements[column], stored);
-        elements[column] = to_float(stored);
+    for (int column = 0; column < COLUMNS_PER_LANE; ++column) from_float(elements[column], rounded.values[column]);
+    if constexpr (COLUMNS_PER_LANE % 2 == 0) {
+        const auto* const words = reinterpret_cast<const unsigned int*>(&rounded);
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column)
+            elements[column] = float_of_word(words, column, STATE_TYPE{});
+    } else {
+        #pragma unroll
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) elements[column] = to_float(rounded.values[column]);
     }
 }
 

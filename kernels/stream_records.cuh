@@ -91,10 +91,7 @@ private:
                 #pragma unroll
                 for (int column = 0; column < COLUMNS_PER_LANE; ++column)
                     elements[column] = updated_element(decayed_element(elements[column], record_decay), key_row, delta[column]);
-                if constexpr (FOLDS) {
-                    if (pool != nullptr) store_row(elements, pool + (FIRST + row) * VALUE_HEAD_DIM);
-                    round_row(elements);
-                }
+                if constexpr (FOLDS) fold_row(elements, pool == nullptr ? nullptr : pool + (FIRST + row) * VALUE_HEAD_DIM);
             }
             apply_rows<FOLDS, FIRST + PART>(state, rows, delta, record_decay, pool);
         }

@@ -225,9 +225,9 @@ __device__ __forceinline__ void run_batch(
     LoadedTokens loaded;
     loaded.load(arrays, chunk);
     loaded.prepare(memory.tokens[0], chunk, chunk.window(records));
+    memory.wait_for_records();
     Chunk<Records> next = stream.following(chunk, upcoming);
     loaded.load(arrays, next);
-    memory.wait_for_records();
     __syncthreads();
 
     LaneState state;
@@ -243,10 +243,10 @@ __device__ __forceinline__ void run_batch(
             store_state(state, lane_pool(chunk));
 
         loaded.prepare(memory.tokens[buffer ^ 1], next, next.window(records));
+        memory.wait_for_records();  // before new loads are under way, since it would wait for those as well
         chunk = next;
         next = stream.following(next, upcoming);
         loaded.load(arrays, next);
-        memory.wait_for_records();
         __syncthreads();
     }
     const long long num_clearing_blocks =

@@ -21,6 +21,7 @@ from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.testing.catalogue import NAMED_CASES, Case, random_case, random_case_numbers
 from gdn.testing.checks import CHECKS
+from gdn.testing.pending_checks import PENDING_CHECKS
 from gdn.testing.ring_checks import RING_CHECKS
 from gdn.testing.sweep import run_sweep
 
@@ -67,7 +68,11 @@ class _VerifyCommand(click.Command):
     """The command, with the list of checks in its help."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, checks in (("Checks of the recurrence", CHECKS), ("Checks of the ring and the fold", RING_CHECKS)):
+        for title, checks in (
+            ("Checks of the recurrence", CHECKS),
+            ("Checks of the ring and the fold", RING_CHECKS),
+            ("Checks of pending records", PENDING_CHECKS),
+        ):
             with formatter.section(title):
                 formatter.write_dl(
                     [(name, _first_line(check).removeprefix(f"{name}: ")) for name, check in checks.items()]

@@ -164,7 +164,7 @@ def _place(check: CheckResult | None) -> str:
     """Where the worst error of a check is: readout[3,17] for the oracle's, E3[3,17] for one with more arrays."""
     if check is None or check.worst.worst_coordinate is None:
         return "-"
-    array = check.worst.name if check.check == "oracle" else check.check
+    array = check.worst.name if check.check in ("oracle", "pending") else check.check
     return f"{array}[{','.join(map(str, check.worst.worst_coordinate))}]"
 
 

@@ -43,8 +43,8 @@ def wrong_numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numpy backend, wrong in the last element of its readout."""
     right = numpy_backend.gated_delta_recurrence_fwd
 
-    def wrong(inputs: Any, readout: Any) -> None:
-        right(inputs, readout)
+    def wrong(inputs: Any, readout: Any, pending: Any) -> None:
+        right(inputs, readout, pending)
         readout.array[-1:, -1:] += 1
 
     monkeypatch.setattr(numpy_backend, "gated_delta_recurrence_fwd", wrong)
@@ -273,8 +273,8 @@ def test_fail_fast_stops_at_the_first_failure() -> None:
 def test_numbers_that_json_lacks_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
     right = numpy_backend.gated_delta_recurrence_fwd
 
-    def without_readout(inputs: Any, readout: Any) -> None:
-        right(inputs, readout)
+    def without_readout(inputs: Any, readout: Any, pending: Any) -> None:
+        right(inputs, readout, pending)
         readout.array[...] = float("nan")
 
     monkeypatch.setattr(numpy_backend, "gated_delta_recurrence_fwd", without_readout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,9 @@ class RingCase:
     that the verify advanced the row itself. padding: rows whose slot is padding; ring_padding: rows whose ring row is.
     record_padding: elements of a record's stride beyond the record. walk_steps: steps of a random walk that mixes
     forward, verify, fold and abandoned verifies.
+    num_pending: records of each row that an earlier window left and nobody folded, a count above ring_len for one that
+    advanced its slot itself; without them the case has no checks of pending records. pending_on_host: whether the
+    backend host makes those checks too: its compiler takes a while for each kernel that takes pending records.
     """
 
     name: str
@@ -43,8 +47,12 @@ class RingCase:
     seed: int = 0
     thread_maps: int = 0
     walk_steps: int = 0
+    num_pending: tuple[int, ...] = ()
+    pending_on_host: bool = False
 
     def __post_init__(self) -> None:
+        if self.num_pending and len(self.num_pending) != len(self.lengths):
+            raise ValueError(f"{self.name}: {len(self.num_pending)} pending counts for {len(self.lengths)} rows")
         for length, count in zip(self.lengths, self.num_accepted, strict=True):
             if length > self.ring_len and count <= self.ring_len and count != 0:
                 raise ValueError(f"{self.name}: a row of {length} tokens leaves no records to accept {count} of")
@@ -55,6 +63,10 @@ class RingCase:
     def inputs(self) -> str:
         """What is special about the values."""
         return "walk" if self.walk_steps else "model"
+
+    def checks_pending(self, backend: str) -> bool:
+        """Whether a backend makes the checks of pending records."""
+        return bool(self.num_pending) and (backend != "host" or self.pending_on_host)
 
     def types(self) -> str:
         """Type of work and pool, or both with a slash, and that of the ring where it is not float32."""
@@ -135,23 +147,39 @@ def _case(name: str, heads: tuple[int, int, int, int], ring_len: int, **changes:
     return RingCase(name, HeadGeometry(*heads), ring_len, **changes)
 
 
+def _pending_case(name: str, ring_len: int, windows: Iterable[int], counts: Sequence[int], **changes: Any) -> RingCase:
+    """A case in which windows of all these lengths come after each of these counts of pending records."""
+    rows = [(length, count) for length in windows for count in counts]
+    # Rows of all kinds beside each other, whatever a block or a stream takes together.
+    order = np.random.default_rng(ring_len).permutation(len(rows))
+    lengths, pending = zip(*(rows[place] for place in order), strict=True)
+    accepted = tuple(ring_len + 1 if length > ring_len else (length + 1) // 2 for length in lengths)
+    heads = changes.pop("heads", (2, 4, 32, 32))
+    return _case(
+        name, heads, ring_len, lengths=lengths, num_accepted=accepted, num_pending=pending, num_layers=1, **changes
+    )
+
+
 def _named_cases() -> tuple[RingCase, ...]:
     small = (2, 4, 32, 32)
     few = {"lengths": (4, 3, 5, 0, 4), "num_accepted": (2, 3, 5, 0, 0)}
+    # Nothing, room for just this window, a ring that committed itself, a full one, too little room.
+    few_pending = {**few, "num_pending": (0, 1, 5, 4, 2)}
+    every_count = tuple(place % 6 for place in range(17))
     return (
         *(_case(f"ring_of_{ring_len}", small, ring_len) for ring_len in (1, 4, 5, 16)),
         _case("ring_of_64", (1, 2, 32, 32), 64, lengths=(64, 65, 33), num_accepted=(64, 65, 7)),
         _case("ring_bfloat16_pool", small, 4, work_dtype="bfloat16", state_dtype="bfloat16"),
         _case("ring_float16_pool", small, 4, work_dtype="float16", state_dtype="float16"),
         _case("ring_float32_pool_bfloat16_work", small, 4, work_dtype="bfloat16"),
-        _case("ring_group_of_1", (2, 2, 32, 32), 4, thread_maps=1, **few),
-        _case("ring_group_of_3", (1, 3, 32, 32), 4, **few),
-        _case("ring_group_of_8", (1, 8, 32, 32), 4, **few),
-        _case("ring_128_128", (1, 2, 128, 128), 4, thread_maps=1, state_dtype="bfloat16", **few),
-        _case("ring_96_192", (1, 2, 96, 192), 4, **few),
-        _case("ring_256_256", (1, 1, 256, 256), 4, **few),
-        _case("ring_128_64_unpadded", (1, 2, 128, 64), 4, record_padding=0, **few),
-        _case("ring_aligned_records", small, 4, record_padding=-(32 + 2 * 33) % 8, **few),
+        _case("ring_group_of_1", (2, 2, 32, 32), 4, thread_maps=1, **few_pending),
+        _case("ring_group_of_3", (1, 3, 32, 32), 4, **few_pending),
+        _case("ring_group_of_8", (1, 8, 32, 32), 4, **few_pending),
+        _case("ring_128_128", (1, 2, 128, 128), 4, thread_maps=1, state_dtype="bfloat16", **few_pending),
+        _case("ring_96_192", (1, 2, 96, 192), 4, **few_pending),
+        _case("ring_256_256", (1, 1, 256, 256), 4, **few_pending),
+        _case("ring_128_64_unpadded", (1, 2, 128, 64), 4, record_padding=0, **few_pending),
+        _case("ring_aligned_records", small, 4, record_padding=-(32 + 2 * 33) % 8, **few_pending),
         _case(
             "ring_padding_rows",
             small,
@@ -161,10 +189,11 @@ def _named_cases() -> tuple[RingCase, ...]:
             padding=(1,),
             ring_padding=(2, 3),
             index_dtype="int32",
+            num_pending=(2, 3, 1, 4, 2),
         ),
         _case("ring_48_layers", (1, 2, 32, 32), 4, num_layers=48, **few),
-        _case("ring_in_bfloat16", small, 4, ring_dtype="bfloat16"),
-        _case("ring_in_float16", small, 4, ring_dtype="float16"),
+        _case("ring_in_bfloat16", small, 4, ring_dtype="bfloat16", num_pending=every_count),
+        _case("ring_in_float16", small, 4, ring_dtype="float16", num_pending=every_count),
         _case(
             "ring_stream_of_windows",
             (4, 32, 32, 32),
@@ -174,8 +203,18 @@ def _named_cases() -> tuple[RingCase, ...]:
             num_accepted=(4, 0, 1, 1, 0, 7, 3, 2) * 7,
             padding=(2, 21),
         ),
-        _case("ring_walk", small, 4, walk_steps=30, **few),
-        _case("ring_walk_bfloat16_pool", small, 4, walk_steps=60, state_dtype="bfloat16", **few),
+        _case("ring_walk", small, 4, walk_steps=30, **few_pending),
+        _case("ring_walk_bfloat16_pool", small, 4, walk_steps=60, state_dtype="bfloat16", **few_pending),
+        _pending_case("pending_of_1", 1, range(3), range(3)),
+        _pending_case("pending_of_4", 4, range(6), range(6), pending_on_host=True),
+        _pending_case("pending_of_16", 16, (1, 4, 16, 17), (0, 1, 8, 15, 16, 17)),
+        _pending_case("pending_of_64", 64, (2, 65), (1, 32, 62, 63, 64, 65), heads=(1, 2, 32, 32)),
+        _pending_case(
+            "pending_bfloat16_pool", 4, (0, 1, 2, 4, 5), range(6), work_dtype="bfloat16", state_dtype="bfloat16"
+        ),
+        _pending_case(
+            "pending_float16_pool", 4, (0, 1, 2, 4, 5), range(6), work_dtype="float16", state_dtype="float16"
+        ),
     )
 
 
@@ -211,4 +250,11 @@ def random_ring_case(seed: int, number: int, **fixed: Any) -> RingCase:
         for length in lengths
     ]
     padding = tuple(position for position in range(len(lengths)) if random.random() < 0.1)
-    return replace(case, lengths=tuple(lengths), num_accepted=tuple(counts), padding=padding)
+    pending = [int(count) for count in random.integers(0, case.ring_len + 2, len(lengths))]
+    return replace(
+        case,
+        lengths=tuple(lengths),
+        num_accepted=tuple(counts),
+        padding=padding,
+        num_pending=tuple(pending) if random.random() < 0.7 else (),
+    )

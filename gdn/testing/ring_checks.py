@@ -131,11 +131,16 @@ def against_oracle(subject: RingSubject) -> Iterator[Comparison]:
         yield close(state, expected, _fold_tolerance(case), "folded state")
 
 
+def record_roundings(case: RingCase) -> float:
+    """How far a state may be off, relative to its size, after a full ring row was applied to it."""
+    return 3 * case.ring_len * _RING_ROUNDINGS.get(case.ring_dtype, 0.0)
+
+
 def _fold_tolerance(case: RingCase) -> Tolerance:
     storage = storage_tolerance(case.state_dtype)
     if case.ring_dtype == "float32":
         return storage
-    roundings = 3 * case.ring_len * _RING_ROUNDINGS[case.ring_dtype]
+    roundings = record_roundings(case)
     reason = f"{storage.reason}; three roundings of each accepted token's record to {case.ring_dtype}"
     return Tolerance(storage.relative_norm + roundings, storage.max_element + roundings, reason)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,13 @@ from gdn import ops
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays
 from gdn.testing.execute import on_backend
+
+
+class PendingTables(NamedTuple):
+    """Where each row's pending records lie, and how many they are."""
+
+    ring_rows: Array
+    counts: Array
 
 
 class Device:
@@ -33,20 +40,34 @@ class Device:
         result: Array = array.get() if self.backend == "cuda" else array.copy()
         return result
 
-    def forward(self, window: RecurrenceArrays, pool: Any) -> Array:
-        """Run a window plainly on a pool of the backend's; returns the readout."""
-        return self._with_readout(ops.gated_delta_recurrence_fwd, window, pool)
+    def forward(
+        self, window: RecurrenceArrays, pool: Any, ring: Any = None, pending: PendingTables | None = None
+    ) -> Array:
+        """Run a window plainly on a pool of the backend's, after what is pending in `ring`; returns the readout."""
+        given = {} if pending is None else {"ring": ring, **self._put_tables(pending)}
+        return self._with_readout(ops.gated_delta_recurrence_fwd, window, pool, **given)
 
-    def verify(self, window: RecurrenceArrays, ring_rows: Array, pool: Any, ring: Any) -> Array:
-        """Verify a window on a pool and a ring of the backend's; returns the readout."""
-        return self._with_readout(ops.gated_delta_recurrence_verify_ring, window, pool, ring, self.put(ring_rows))
+    def verify(
+        self, window: RecurrenceArrays, ring_rows: Array, pool: Any, ring: Any, pending: PendingTables | None = None
+    ) -> Array:
+        """Verify a window on a pool and a ring of the backend's, after what is pending there; returns the readout."""
+        given = {} if pending is None else self._put_tables(pending)
+        return self._with_readout(
+            ops.gated_delta_recurrence_verify_ring, window, pool, ring, self.put(ring_rows), **given
+        )
 
     def fold(self, pool: Any, row_ids: Array, ring: Any, ring_row_ids: Array, num_accepted: Array) -> None:
         """Fold on a pool and a ring of the backend's."""
         with on_backend(self.backend):
             ops.gated_delta_state_fold(pool, self.put(row_ids), ring, self.put(ring_row_ids), self.put(num_accepted))
 
-    def _with_readout(self, op: Callable[..., Any], window: RecurrenceArrays, pool: Any, *more: Any) -> Array:
+    def _put_tables(self, pending: PendingTables) -> dict[str, Any]:
+        """The tables of pending records by the names of their arguments."""
+        return {"pending_ring_slot_idx": self.put(pending.ring_rows), "num_pending": self.put(pending.counts)}
+
+    def _with_readout(
+        self, op: Callable[..., Any], window: RecurrenceArrays, pool: Any, *more: Any, **given: Any
+    ) -> Array:
         """Call with the window on `pool`, and a NaN-filled `out` of the work type."""
         value_dim = window.recurrent_state.shape[1] * window.recurrent_state.shape[3]
         out = self.put(np.full((len(window.qkv_conv_output), value_dim), np.nan, window.qkv_conv_output.dtype))
@@ -59,6 +80,7 @@ class Device:
                 self.put(window.slot_idx),
                 self.put(window.input_row_offsets),
                 *more,
+                **given,
                 out=out,
             )
         return self.get(out)

@@ -36,20 +36,20 @@ def walk(case: RingCase, backend: str) -> Iterator[Comparison]:
         return
     steps = _draw_steps(case)
     advance = sum((step.accepted for step in steps), np.zeros(_NUM_ROWS, np.int64))
-    tokens = build_arrays(_token_streams(case, advance + case.ring_len))
+    tokens = build_arrays(token_streams(case, advance + case.ring_len))
     device = Device(backend)
     pool, plain_pool = device.put(tokens.recurrent_state), device.put(tokens.recurrent_state)
     ring_shape = (_RING_ROWS, case.heads.num_key_heads, case.ring_len, case.heads.record_elements + case.record_padding)
     ring = device.put(np.full(ring_shape, np.nan, np.float32))
     position = np.zeros(_NUM_ROWS, np.int64)
     for number, step in enumerate(steps):
-        accepted = _piece(tokens, position, step.accepted)
+        accepted = piece(tokens, position, step.accepted)
         plain = device.forward(accepted, plain_pool)
         if step.drafted.any():
-            window = _piece(tokens, position, step.drafted)
+            window = piece(tokens, position, step.drafted)
             readout = device.verify(window, step.ring_rows, pool, ring)
             device.fold(pool, window.slot_idx[None], ring, step.ring_rows[None], step.accepted.astype(np.uint32))
-            readout = _first_rows(readout, step.drafted, step.accepted)
+            readout = first_rows(readout, step.drafted, step.accepted)
         else:
             readout = device.forward(accepted, pool)
         if readout.size:
@@ -58,7 +58,7 @@ def walk(case: RingCase, backend: str) -> Iterator[Comparison]:
     yield bitwise(device.get(pool), device.get(plain_pool), "pool after the walk")
     if case.state_dtype == "float32":
         at_once = device.put(tokens.recurrent_state)
-        device.forward(_piece(tokens, np.zeros_like(position), position), at_once)
+        device.forward(piece(tokens, np.zeros_like(position), position), at_once)
         yield bitwise(device.get(pool), device.get(at_once), "pool after one call")
 
 
@@ -77,7 +77,8 @@ def _draw_steps(case: RingCase) -> list[_Step]:
     return steps
 
 
-def _token_streams(case: RingCase, lengths: Array) -> RecurrenceCase:
+def token_streams(case: RingCase, lengths: Array) -> RecurrenceCase:
+    """The case whose sequences are the tokens of each row of a walk, so many of each."""
     return RecurrenceCase(
         case.name,
         case.heads,
@@ -89,7 +90,7 @@ def _token_streams(case: RingCase, lengths: Array) -> RecurrenceCase:
     )
 
 
-def _piece(tokens: RecurrenceArrays, position: Array, counts: Array) -> RecurrenceArrays:
+def piece(tokens: RecurrenceArrays, position: Array, counts: Array) -> RecurrenceArrays:
     """The call on the next `counts` tokens of every row's stream."""
     starts = tokens.input_row_offsets[:-1].astype(np.int64) + position
     rows = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
@@ -102,7 +103,7 @@ def _piece(tokens: RecurrenceArrays, position: Array, counts: Array) -> Recurren
     )
 
 
-def _first_rows(readout: Array, drafted: Array, accepted: Array) -> Array:
+def first_rows(readout: Array, drafted: Array, accepted: Array) -> Array:
     """Of each row's part of a readout, the accepted tokens."""
     starts = np.cumsum(drafted) - drafted
     return np.concatenate([readout[start : start + count] for start, count in zip(starts, accepted, strict=True)])

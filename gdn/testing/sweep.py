@@ -13,6 +13,8 @@ from gdn.testing.cases import build_arrays
 from gdn.testing.catalogue import Case
 from gdn.testing.checks import checks_of, reference_of, subject
 from gdn.testing.compare import Comparison
+from gdn.testing.pending_checks import PENDING_CHECKS
+from gdn.testing.pending_steps import build_pending_arrays, pending_subject
 from gdn.testing.ring_cases import RingCase, build_ring_arrays
 from gdn.testing.ring_checks import RING_CHECKS, ring_subject
 
@@ -79,10 +81,14 @@ def _prepare(case: Case) -> Callable[[str], _Comparisons]:
     """Make the arrays that all backends share; returns what runs the case's checks on a backend."""
     if isinstance(case, RingCase):
         ring_arrays = build_ring_arrays(case)
+        pending_arrays = build_pending_arrays(case) if case.num_pending else None
 
         def on_backend(backend: str) -> _Comparisons:
             under_test = ring_subject(case, backend, ring_arrays)
             yield from ((name, check(under_test)) for name, check in RING_CHECKS.items())
+            if pending_arrays is not None and case.checks_pending(backend):
+                steps = pending_subject(case, backend, pending_arrays)
+                yield from ((name, check(steps)) for name, check in PENDING_CHECKS.items())
 
     else:
         arrays = build_arrays(case)

@@ -1,4 +1,4 @@
-"""What calls that take pending records must satisfy: in all that they leave, the bits of the plain calls they stand for.
+"""What calls that take pending records must satisfy: all that they leave has the bits of the plain calls they stand for.
 
 Promises of bits are for float32 rings. A 16-bit ring is held to the oracle, within a tolerance.
 """
@@ -99,7 +99,7 @@ def accepted(subject: PendingSubject) -> Iterator[Comparison]:
 
 
 def forward(subject: PendingSubject) -> Iterator[Comparison]:
-    """A forward call folds what is pending in any ring row: the bits of a fold, then a forward; no ring byte changes."""
+    """A forward call folds what is pending in any ring row: the bits of a fold, then a forward; it writes no ring."""
     if subject.case.ring_dtype != "float32":
         return
     step = subject.steps["mixed"]

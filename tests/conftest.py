@@ -68,6 +68,8 @@ class Call:
     """The six arguments of a recurrence call and `out`, by name; NumPy arrays of random values."""
 
     op: Callable[..., Any] = staticmethod(ops.gated_delta_recurrence_fwd)
+    #: Arguments that are given by name.
+    by_name: tuple[str, ...] = ("ring", "pending_ring_slot_idx", "num_pending", "out")
 
     def __init__(
         self,
@@ -102,12 +104,12 @@ class Call:
     @property
     def six(self) -> tuple[Any, ...]:
         """The positional arguments."""
-        return tuple(value for name, value in self.arguments.items() if name != "out")
+        return tuple(value for name, value in self.arguments.items() if name not in self.by_name)
 
     @property
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments."""
-        return {name: value for name, value in self.arguments.items() if name == "out"}
+        return {name: value for name, value in self.arguments.items() if name in self.by_name}
 
     def run(self, backend: str = "numpy") -> Any:
         """The call itself."""
@@ -152,6 +154,7 @@ class VerifyCall(Call):
     """A call of the verify, the ring filled with 7."""
 
     op = staticmethod(ops.gated_delta_recurrence_verify_ring)
+    by_name = ("pending_ring_slot_idx", "num_pending", "out")
 
     def __init__(
         self,
@@ -175,6 +178,7 @@ class FoldCall(Call):
     """A call of the fold over a ring of random values: 2 layers of 2 rows, 5 slots of 2 heads of 8 x 8."""
 
     op = staticmethod(ops.gated_delta_state_fold)
+    by_name = ()
 
     def __init__(self, *, state_dtype: str = "float32", ring_dtype: str = "float32") -> None:
         self.heads = HeadGeometry(1, 2, 8, 8)

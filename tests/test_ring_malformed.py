@@ -1,7 +1,8 @@
-"""Index values that verify and fold refuse, given to their kernels all the same: nothing beside the arrays is touched.
+"""Index values that ops with a ring refuse, given to their kernels all the same: nothing beside the arrays is touched.
 
 A GPU call does not look at index values, so kernels meet whatever they hold. A slot or ring row out of range makes its
-row padding, and a count above RING_LEN, a negative one among them, skips its row.
+row padding, and a count above RING_LEN, a negative one among them, skips its row. Where either is wrong of pending
+records, nothing is pending.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import pytest
 
 import gdn
 from gdn import arrays, ops
+from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import host as host_backend
 from gdn.backends import recurrence as recurrence_launch
 from gdn.geometry import HeadGeometry
 from gdn.recurrence import recurrence_inputs
-from gdn.ring import fold_inputs, verify_inputs
+from gdn.ring import fold_inputs, pending_inputs, verify_inputs
 from gdn.testing import assert_passed, bitwise
 from gdn.testing.buffers import Array, Buffer, lay_out
 
@@ -61,28 +63,53 @@ def tokens_and_pools() -> dict[str, Array]:
     }
 
 
+BY_PLACE = ("qkv_conv_output", "decay_per_token", "beta_per_token", "recurrent_state", "slot_idx", "input_row_offsets")
+BY_NAME = ("out", "pending_ring_slot_idx", "num_pending")
+
+#: Ring rows and counts of pending records.
+Pending = tuple[Any, Any]
+
+
+def unchecked_call(slots: Any, offsets: Any, index_type: Any, pending: Pending | None, **more: Any) -> dict[str, Array]:
+    """The arrays of a recurrence call on tables of these values."""
+    tables = {"slot_idx": slots, "input_row_offsets": offsets, **more}
+    if pending is not None:
+        tables |= dict(zip(BY_NAME[1:], pending, strict=True))
+    values = tokens_and_pools() | {name: as_index(table, index_type) for name, table in tables.items()}
+    return {name: values[name] for name in (*BY_PLACE, "ring", *more, *BY_NAME) if name in values}
+
+
 def verify_unchecked(
-    kernels: str, slots: Any, offsets: Any, ring_rows: Any, index_type: Any = np.uint32
+    kernels: str, slots: Any, offsets: Any, ring_rows: Any, index_type: Any = np.uint32, pending: Pending | None = None
 ) -> dict[str, Array]:
     """Readout, pool and ring after a verify that nobody checked; asserts that all canaries and inputs live."""
-    values = tokens_and_pools()
-    tables = {"slot_idx": slots, "input_row_offsets": offsets, "ring_slot_idx": ring_rows}
-    tables = {name: as_index(table, index_type) for name, table in tables.items()}
-    order = ("qkv_conv_output", "decay_per_token", "beta_per_token", "recurrent_state")
-    call = {name: values[name] for name in order} | {
-        "slot_idx": tables["slot_idx"],
-        "input_row_offsets": tables["input_row_offsets"],
-        "ring": values["ring"],
-        "ring_slot_idx": tables["ring_slot_idx"],
-        "out": values["out"],
-    }
+    call = unchecked_call(slots, offsets, index_type, pending, ring_slot_idx=ring_rows)
 
-    def on_host(*eight: Array, out: Array) -> None:
-        inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *eight[:6]), *eight[6:])
-        tile = recurrence_launch.row_tile(inputs.recurrence)
+    def on_host(*eight: Array, out: Array, **tables: Array) -> None:
+        recurrence = recurrence_inputs(arrays.take, *eight[:6])
+        inputs = verify_inputs(arrays.take, recurrence, *eight[6:], **tables)
+        tile = recurrence_launch.row_tile(recurrence, has_pending=pending is not None)
         host_backend.run(verify_kernel.launch(inputs, arrays.take("out", out), tile))
 
     return run_unchecked(kernels, call, ops.gated_delta_recurrence_verify_ring, on_host)
+
+
+def fwd_unchecked(
+    kernels: str, slots: Any, offsets: Any, pending: Pending, index_type: Any = np.uint32
+) -> dict[str, Array]:
+    """The same of a forward call with pending records."""
+    call = unchecked_call(slots, offsets, index_type, pending)
+
+    def on_host(*seven: Array, out: Array, **tables: Array) -> None:
+        inputs = recurrence_inputs(arrays.take, *seven[:6])
+        records = pending_inputs(arrays.take, inputs, seven[6], *tables.values())
+        tile = recurrence_launch.row_tile(inputs, has_pending=True)
+        host_backend.run(fwd_kernel.launch(inputs, arrays.take("out", out), tile, records))
+
+    def on_gpu(*seven: Any, **by_name: Any) -> None:
+        ops.gated_delta_recurrence_fwd(*seven[:6], ring=seven[6], **by_name)
+
+    return run_unchecked(kernels, call, on_gpu, on_host)
 
 
 def fold_unchecked(
@@ -108,19 +135,22 @@ def fold_unchecked(
 def run_unchecked(kernels: str, call: dict[str, Array], op: Any, on_host: Any) -> dict[str, Array]:
     """Run a call on arrays amid canaries; returns its arrays afterwards, those that it may write among them."""
     clean = {name: amid_canaries(name, values) for name, values in call.items()}
+
+    def run(function: Any, given: dict[str, Any]) -> None:
+        by_place = (array for name, array in given.items() if name not in BY_NAME)
+        function(*by_place, **{name: array for name, array in given.items() if name in BY_NAME})
+
     if kernels == "cuda":
         on_gpu = {name: buffer.on_gpu() for name, buffer in clean.items()}
-        given = {name: array for name, (_, array) in on_gpu.items()}
-        op(*(array for name, array in given.items() if name != "out"), **{n: a for n, a in given.items() if n == "out"})
+        run(op, {name: array for name, (_, array) in on_gpu.items()})
         memories = {name: memory.get() for name, (memory, _) in on_gpu.items()}
     else:
         copies = {name: buffer.copy() for name, buffer in clean.items()}
-        given = {name: buffer.array for name, buffer in copies.items()}
-        on_host(*(a for name, a in given.items() if name != "out"), **{n: a for n, a in given.items() if n == "out"})
+        run(on_host, {name: buffer.array for name, buffer in copies.items()})
         memories = {name: buffer.memory for name, buffer in copies.items()}
     results = {name: replace(clean[name], memory=memories[name]).array.copy() for name in call}
-    written = {"recurrent_state"} if op is ops.gated_delta_state_fold else {"recurrent_state", "ring", "out"}
-    for name in written:
+    written = {"recurrent_state", "out"} | ({"ring"} if "ring_slot_idx" in call else set())
+    for name in written & call.keys():
         clean[name].array[...] = results[name]
     assert_passed(*(bitwise(memories[name], clean[name].memory, f"memory of {name}") for name in clean))
     return results
@@ -216,3 +246,110 @@ def test_random_bits_touch_nothing_beside_the_arrays(kernels: str) -> None:
         assert np.isfinite(got["out"]).all()
         tables = bits((num_layers, batch_size), MAX_SLOTS), bits((num_layers, batch_size), RING_ROWS)
         fold_unchecked(kernels, *tables, bits(batch_size, RING_LEN), index_type)
+
+
+# ---- Pending records ----
+
+#: Windows of 2 tokens, 1 and 5 in ring rows 2, 0 and 4: the last is longer than the ring.
+SLOTS, OFFSETS, WINDOW_ROWS = [1, 0, 3], [0, 2, 3, 8], [2, 0, 4]
+BAD_COUNTS = (RING_LEN + 1, 64, 65, *FAR, 2**32 - 1)
+
+
+def with_pending(kernels: str, op: str, pending: Pending, index_type: Any = np.uint32) -> dict[str, Array]:
+    """What a verify or a forward call leaves of those windows."""
+    if op == "fwd":
+        return fwd_unchecked(kernels, SLOTS, OFFSETS, pending, index_type)
+    return verify_unchecked(kernels, SLOTS, OFFSETS, WINDOW_ROWS, index_type, pending)
+
+
+@pytest.mark.parametrize("op", ["verify", "fwd"])
+@pytest.mark.parametrize("index_type", [np.uint32, np.int32])
+@pytest.mark.parametrize("far", [RING_ROWS, RING_ROWS + 1, *FAR, gdn.PAD_SLOT])
+def test_nothing_is_pending_in_a_ring_row_outside_the_ring(kernels: str, op: str, far: int, index_type: Any) -> None:
+    got = with_pending(kernels, op, ([far, 1, far], [3, 2, 4]), index_type)
+    assert_same(got, with_pending(kernels, op, ([3, 1, 3], [0, 2, 0])))
+    other = with_pending(kernels, op, ([3, 1, gdn.PAD_SLOT], [3, 2, 4]))
+    assert (got["out"][:2] != other["out"][:2]).any()
+
+
+@pytest.mark.parametrize("op", ["verify", "fwd"])
+@pytest.mark.parametrize("index_type", [np.uint32, np.int32])
+@pytest.mark.parametrize("count", BAD_COUNTS)
+@pytest.mark.parametrize("rows", [[3, 1, gdn.PAD_SLOT], [2, 0, 4]], ids=["another row", "same row"])
+def test_counts_that_say_nothing_is_pending(
+    kernels: str, op: str, rows: list[int], count: int, index_type: Any
+) -> None:
+    """0xFFFFFFFF, which is -1, among them: no record is read, and none of the next ring row."""
+    got = with_pending(kernels, op, (rows, [count, 2, count]), index_type)
+    assert_same(got, with_pending(kernels, op, (rows, [0, 2, 0])))
+    assert (got["out"][:2] != with_pending(kernels, op, (rows, [2, 2, 0]))["out"][:2]).any()
+
+
+@pytest.mark.parametrize("far", [RING_ROWS, *FAR, gdn.PAD_SLOT])
+@pytest.mark.parametrize("table", ["slots", "ring rows"])
+def test_padding_folds_nothing(kernels: str, table: str, far: int) -> None:
+    """A slot or a window's ring row that is none keeps every record pending where it is."""
+    slots, ring_rows = ([1, far, 3], WINDOW_ROWS) if table == "slots" else (SLOTS, [2, far, 4])
+    pending = [3, 1, gdn.PAD_SLOT], [3, 2, 0]
+    got = verify_unchecked(kernels, slots, OFFSETS, ring_rows, pending=pending)
+    start = tokens_and_pools()
+    assert (got["out"][2] == 0).all()
+    assert_passed(
+        bitwise(got["recurrent_state"][[0, 2]], start["recurrent_state"][[0, 2]], "other slots"),
+        bitwise(got["ring"][[0, 1, 3, 4]], start["ring"][[0, 1, 3, 4]], "other ring rows"),
+    )
+    assert (got["recurrent_state"][[1, 3]] != start["recurrent_state"][[1, 3]]).any(axis=(1, 2, 3)).all()
+    if table == "slots":
+        got = fwd_unchecked(kernels, slots, OFFSETS, pending)
+        assert (got["out"][2] == 0).all()
+        assert_passed(bitwise(got["recurrent_state"][[0, 2]], start["recurrent_state"][[0, 2]], "other slots"))
+
+
+@pytest.mark.parametrize("op", ["verify", "fwd"])
+def test_a_window_that_ends_before_it_begins_folds(kernels: str, op: str) -> None:
+    """It is an empty one."""
+    pending = [3, 1, gdn.PAD_SLOT], [3, 2, 0]
+    for offsets, empty in (([0, 4, 2, 12], [0, 4, 4, 12]), ([0, 4, 2**31 - 1, 7], [0, 4, 12, 12])):
+        results = [
+            fwd_unchecked(kernels, SLOTS, table, pending)
+            if op == "fwd"
+            else verify_unchecked(kernels, SLOTS, table, WINDOW_ROWS, pending=pending)
+            for table in (offsets, empty)
+        ]
+        # The last window begins elsewhere: only what the first two leave is the same.
+        for name, entries in (("recurrent_state", [0, 1, 2]), ("ring", [0, 1, 2, 3])):
+            assert_passed(bitwise(results[0][name][entries], results[1][name][entries], name))
+        assert (results[0]["recurrent_state"][0] != tokens_and_pools()["recurrent_state"][0]).any()
+
+
+def test_a_window_that_fits_behind_what_is_pending_once_it_is_clamped(kernels: str) -> None:
+    """By its offsets it would commit itself."""
+    pending = [3, 0], [1, 2]
+    got = verify_unchecked(kernels, [1, 0], [0, TOTAL - 2, 2**31 - 1], [2, 0], pending=pending)
+    assert_same(got, verify_unchecked(kernels, [1, 0], [0, TOTAL - 2, TOTAL], [2, 0], pending=pending))
+    start = tokens_and_pools()
+    assert_passed(bitwise(got["recurrent_state"][0], start["recurrent_state"][0], "its slot"))
+    recorded = (got["ring"][0] != start["ring"][0]).any(axis=(0, 2))
+    assert recorded.tolist() == [False, False, True, True]
+
+
+def test_random_bits_of_pending_records_touch_nothing_beside_the_arrays(kernels: str) -> None:
+    """Whatever 32 bits stand in the tables: no fault, no canary harmed, no row left as it was found."""
+    random = np.random.default_rng(1)
+
+    def bits(shape: Any, limit: int) -> Array:
+        near = random.integers(-2, limit + 3, shape) & 0xFFFFFFFF
+        return np.where(random.random(shape) < 0.8, near, random.integers(0, 2**32, shape))
+
+    for number in range(20):
+        index_type = (np.uint32, np.int32)[number % 2]
+        batch_size = int(random.integers(1, 7))
+        slots, ring_rows, offsets = (
+            bits(batch_size, MAX_SLOTS),
+            bits(batch_size, RING_ROWS),
+            bits(batch_size + 1, TOTAL),
+        )
+        pending_rows = np.where(random.random(batch_size) < 0.4, ring_rows, bits(batch_size, RING_ROWS))
+        pending = pending_rows, bits(batch_size, RING_LEN)
+        assert not np.isnan(verify_unchecked(kernels, slots, offsets, ring_rows, index_type, pending)["out"]).any()
+        assert not np.isnan(fwd_unchecked(kernels, slots, offsets, pending, index_type)["out"]).any()

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="compile every kernel variant for every architecture (half an hour)",
+        help="compile every kernel variant for every architecture, and run all thread maps on a GPU (an hour)",
     )
 
 

@@ -145,7 +145,8 @@ def assert_same_steps(got: PendingSubject, expected: PendingSubject, how: str) -
     for way, step in got.steps.items():
         pairs = zip(arrays(step), arrays(expected.steps[way]), strict=True)
         assert_passed(*(same_bytes(*pair, f"{how}: {way}") for pair in pairs))
-    assert_passed(*(same_bytes(*pair, f"{how}: fwd") for pair in zip(*map(forward_of, (got, expected)), strict=True)))
+    pairs = zip(forward_of(got), forward_of(expected), strict=True)
+    assert_passed(*(same_bytes(one, other, f"{how}: fwd") for one, other in pairs))
 
 
 def test_thread_maps_of_both_families(kernels: str) -> None:

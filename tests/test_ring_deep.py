@@ -1,4 +1,4 @@
-"""Pools and rings larger than 32-bit offsets reach, and verify and fold inside a captured CUDA graph."""
+"""Pools and rings larger than 32-bit offsets reach, and the ops that take a ring inside a captured CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gdn.testing.cases import RecurrenceCase, build_arrays
 from gdn.testing.execute import on_backend
 
 if TYPE_CHECKING:
-    from tests.conftest import FoldCall, VerifyCall
+    from tests.conftest import Call, FoldCall, VerifyCall
 
 HEADS = HeadGeometry(16, 32, 128, 128)
 RING_LEN = 4
@@ -171,3 +171,139 @@ def test_a_captured_graph_follows_its_tables(new_verify: type[VerifyCall], new_f
         assert_passed(*(bitwise(got[name], expected[name], f"{name} of replay {number}") for name in got))
     for before, after in pairwise(plain):  # every replay has something to do
         assert (before["recurrent_state"] != after["recurrent_state"]).any()
+
+
+# ---- Pending records ----
+
+
+@pytest.mark.usefixtures("_free_afterwards")
+def test_pending_records_past_2_to_32_elements(backend: str) -> None:
+    """Windows and pending records on both sides of 2^31 and 2^32 elements: what the same calls on small arrays leave.
+
+    The first two rows fold what lies in ring rows of their own, the last two keep it in that of their window.
+    """
+    if backend == "cuda":
+        import cupy as xp
+    else:
+        xp = np
+    case = RecurrenceCase("deep", HEADS, (3, 1, 2, 3), "bfloat16", state_dtype="bfloat16", spare_slots=0)
+    small = build_arrays(case)
+    tokens = [xp.asarray(array) for array in small.as_tuple()[:3]]
+    lengths = np.array(case.lengths)
+    deep_slots, deep_rows = around_32_bits(SLOT_ELEMENTS), around_32_bits(ROW_ELEMENTS)
+    deep_pending = [deep_rows[0] + 1, deep_rows[2] + 1, *deep_rows[:2]]  # the first two reach over the limits
+    deep_windows = [deep_rows[2], deep_rows[3], *deep_rows[:2]]
+
+    def run(pool: Any, slots: list[int], ring: Any, windows: list[int], pending: list[int]) -> Any:
+        """Verify 2 tokens of each row and leave one or two pending, then run the step; returns its readout."""
+        slot_idx, ring_rows, pending_rows = (xp.asarray(table, xp.uint32) for table in (slots, windows, pending))
+        counts = xp.asarray([2, 1, 2, 1], xp.uint32)
+        with on_backend(backend):
+            before = [array[: 2 * len(lengths)] for array in tokens]
+            offsets = xp.arange(0, 2 * len(lengths) + 1, 2, dtype=xp.uint32)
+            ops.gated_delta_recurrence_verify_ring(*before, pool, slot_idx, offsets, ring, pending_rows)
+            return ops.gated_delta_recurrence_verify_ring(
+                *(*tokens, pool, slot_idx, xp.asarray(small.input_row_offsets), ring, ring_rows),
+                pending_ring_slot_idx=pending_rows,
+                num_pending=counts,
+            )
+
+    pool = zeros(backend, (max(deep_slots) + 2, 32, 128, 128), small.recurrent_state.dtype)
+    ring = zeros(backend, (max(*deep_windows, *deep_pending) + 2, 16, RING_LEN, HEADS.record_elements), np.float32)
+    assert pool.size > 2**32 < ring.size
+    small_pool, small_ring = xp.array(small.recurrent_state), zeros(backend, (6, *ring.shape[1:]), np.float32)
+    small_slots = [int(slot) for slot in small.slot_idx]
+    for slot, small_slot in zip(deep_slots, small_slots, strict=True):
+        pool[slot] = small_pool[small_slot]
+    poisoned = [(pool, aliases(deep_slots, SLOT_ELEMENTS)), (ring, aliases(deep_windows + deep_pending, ROW_ELEMENTS))]
+    for array, entries in poisoned:
+        for entry in entries:
+            array[entry] = xp.asarray(np.full(array.shape[1:], np.nan, array.dtype))
+    small_windows, small_pending = [0, 1, 2, 3], [4, 5, 2, 3]
+    expected = run(small_pool, small_slots, small_ring, small_windows, small_pending)
+    out = run(pool, deep_slots, ring, deep_windows, deep_pending)
+
+    def to_numpy(array: Any) -> Any:
+        return array.get() if backend == "cuda" else array
+
+    assert_passed(bitwise(to_numpy(out), to_numpy(expected), "readout"))
+    start = small.recurrent_state
+    changed = [bool((to_numpy(small_pool[slot]) != start[slot]).any()) for slot in small_slots]
+    assert changed == [True, True, False, False]
+    for array, reference, pairs in (
+        (pool, small_pool, zip(deep_slots, small_slots, strict=True)),
+        (ring, small_ring, zip(deep_windows + deep_pending, small_windows + small_pending, strict=True)),
+    ):
+        for entry, small_entry in pairs:
+            assert_passed(bitwise(to_numpy(array[entry]), to_numpy(reference[small_entry]), f"entry {entry}"))
+    for array, entries in poisoned:
+        for entry in entries:
+            assert np.isnan(to_numpy(array[entry]).astype(np.float32)).all()
+    if backend == "cuda":  # and nothing else was touched at all
+        for array, touched in ((pool, deep_slots), (ring, deep_windows + deep_pending)):
+            for entry in {*touched, *next(entries for other, entries in poisoned if other is array)}:
+                array[entry] = 0
+            assert not bool(array.view(xp.uint32).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["verify", "fwd"])
+@pytest.mark.parametrize("lengths", [(2, 1), (1, 0)], ids=["windows", "tokens"])
+def test_a_captured_graph_follows_what_is_pending(
+    new_verify: type[VerifyCall], new_call: type[Call], op: str, lengths: tuple[int, ...]
+) -> None:
+    """Rows and counts of pending records change between replays, fused, lazy, overflowing, padding, nothing.
+
+    Each replay equals the same call made plainly on copies of the same arrays.
+    """
+    import cupy
+
+    call: Call = new_verify(lengths=lengths, max_slots=5, ring_rows=6) if op == "verify" else new_call(lengths=lengths)
+    source = new_verify(ring_rows=6)["ring"]
+    call["ring"] = np.random.default_rng(2).standard_normal(source.shape).astype(np.float32)
+    call["pending_ring_slot_idx"], call["num_pending"] = np.array([4, 5], np.uint32), np.array([3, 2], np.uint32)
+    call.arguments = {name: cupy.asarray(array) for name, array in call.arguments.items()}
+    pad = gdn.PAD_SLOT
+    # Ring rows of windows, of pending records, their counts.
+    replays = [
+        ([0, 1], [4, 5], [3, 2]),
+        ([2, 3], [2, 3], [1, 3]),
+        ([2, 3], [2, 1], [4, 4]),
+        ([4, 0], [pad, 0], [2, 5]),
+        ([pad, 5], [1, 5], [2, 2]),
+        ([0, 1], [3, 2], [0, 2**32 - 1]),
+        ([5, 4], [0, 4], [1, 4]),
+    ]
+
+    def set_tables(replay: tuple[list[int], ...]) -> None:
+        for name, table in zip(("ring_slot_idx", "pending_ring_slot_idx", "num_pending"), replay, strict=True):
+            if name in call.arguments:
+                call[name].set(np.array(table, np.int64).astype(np.uint32))
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    written = ("recurrent_state", "ring")
+    start = {name: call[name].copy() for name in written}
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        call.run()
+        stream.synchronize()
+        stream.begin_capture()
+        call.run()
+        graph = stream.end_capture()
+        results = []
+        for run in (lambda: graph.launch(stream), call.run):
+            for name, values in start.items():
+                call[name][...] = values
+            steps = []
+            for replay in replays:
+                set_tables(replay)
+                call["out"].fill(cupy.nan)
+                run()
+                stream.synchronize()
+                steps.append({name: call[name].get() for name in ("out", *written)})
+            results.append(steps)
+    replayed, plain = results
+    for number, (got, expected) in enumerate(zip(replayed, plain, strict=True)):
+        assert_passed(*(bitwise(got[name], expected[name], f"{name} of replay {number}") for name in got))
+    for before, after in pairwise(plain):  # every replay has something to do
+        assert (before["out"] != after["out"]).any() or (before["ring"] != after["ring"]).any()

@@ -1,4 +1,4 @@
-"""What calls that take pending records must satisfy: all that they leave has the bits of the plain calls they stand for.
+"""What calls that take pending records must satisfy: all they leave has the bits of the plain calls they stand for.
 
 Promises of bits are for float32 rings. A 16-bit ring is held to the oracle, within a tolerance.
 """

@@ -144,8 +144,8 @@ def test_other_functions_and_other_arguments_are_refused(call: Call) -> None:
         ops.bind(ops.gated_delta_recurrence_fwd_shape, *call.six)
     with pytest.raises(TypeError, match="input_row_offsets"):
         ops.bind(call.op, *call.six[:-1])
-    with pytest.raises(TypeError, match="ring"):
-        ops.bind(call.op, *call.six, ring=call["out"])
+    with pytest.raises(TypeError, match="row_ids"):
+        ops.bind(call.op, *call.six, row_ids=call["out"])
 
 
 def test_the_backend_is_that_of_the_binding(make: Callable[[str], Call], monkeypatch: pytest.MonkeyPatch) -> None:

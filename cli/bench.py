@@ -11,7 +11,8 @@ import click
 import gdn
 from gdn.backends import BACKENDS
 from gdn.backends.launch import KERNEL_TYPE
-from gdn.bench.cases import REGIMES, SLOT_ORDERS, BenchCase, CaseOptions, build_cases, named_case, named_cases
+from gdn.bench.case_lists import PENDING, build_cases, named_case, named_cases
+from gdn.bench.cases import REGIMES, SLOT_ORDERS, BenchCase, CaseOptions
 from gdn.bench.cpu import CpuMachine
 from gdn.bench.machine import Machine
 from gdn.bench.measure import OPS, measure
@@ -23,6 +24,7 @@ from gdn.cli.bench_results import BenchRun, as_document, load_baseline, show_hea
 from gdn.cli.names import Counts, Name, PairOfCounts
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
+from gdn.ring import MAX_RING_LEN
 
 #: Whose heads are timed where nothing is said, and the part of them that a CPU gets: an eighth, as one of eight shards.
 _DEFAULT_MODEL = "qwen3-next-80b-a3b"
@@ -55,7 +57,13 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--head-dims", type=PairOfCounts(), metavar="KD,VD", help="Sizes of a key and a value head.")
 @click.option("--batch", "batches", multiple=True, type=Counts(), metavar="B,...", help="Sequences; not for prefill.")
 @click.option("--window", type=_POSITIVE, default=4, show_default=True, metavar="T", help="Tokens of a verify.")
-@click.option("--ring-len", type=_POSITIVE, metavar="N", help="Records of a ring row. Unless given: the window.")
+@click.option("--ring-len", type=_POSITIVE, metavar="N", help="Records of a ring row. Unless given: what fits.")
+@click.option(
+    "--pending",
+    type=click.IntRange(0, MAX_RING_LEN),
+    metavar="N",
+    help=f"Pending records of fused and lazy. Unless given: {PENDING}, or what fits the ring.",
+)
 @click.option("--layers", type=_POSITIVE, default=1, show_default=True, metavar="L", help="Layers of a fold.")
 @click.option("--seq-len", "seq_lens", multiple=True, type=Counts(), metavar="T,...", help="Single rows of a prefill.")
 @click.option(
@@ -121,9 +129,10 @@ def bench(
 ) -> None:
     """Time the ops on this machine, and say how near they come to what its memory could do.
 
-    Regimes: decode, verify, fold, step (verify and fold) and prefill; all of them unless some are named. A case is
-    timed only after it passed a check on the very arrays that are timed. Without a GPU the CPU backends are timed,
-    with an eighth of the model's heads unless heads are given.
+    Regimes: decode, verify, fold, fused (folds pending records, then verifies, in one pass), lazy (verifies behind
+    records that stay pending), step (verify and fold) and prefill; all of them unless some are named. A case is timed
+    only after it passed a check on the very arrays that are timed. Without a GPU the CPU backends are timed, with an
+    eighth of the model's heads unless heads are given.
     """
     if fail_above is not None and compare is None:
         raise click.UsageError("--fail-above is about the ratios of --compare FILE, which is missing")

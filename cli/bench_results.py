@@ -21,7 +21,7 @@ from gdn.cli.names import joined
 from gdn.cli.report import Column
 
 #: The bandwidth that a regime is held against.
-_CEILING_NAMES = {"verify": "read", "step": "both"}
+_CEILING_NAMES = {"verify": "read", "lazy": "read", "step": "both"}
 
 
 @dataclass(slots=True)

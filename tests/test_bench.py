@@ -15,9 +15,12 @@ from click.testing import CliRunner, Result
 
 import gdn
 from gdn.backends import numpy as numpy_backend
+from gdn.bench import build as build_module
 from gdn.bench import check as check_module
-from gdn.bench import workload as workload_module
-from gdn.bench.cases import BenchCase, CaseOptions, build_cases, named_case, named_cases, partial_acceptance
+from gdn.bench import oracle_check
+from gdn.bench.build import DoesNotFit, build_workload, plan_sets
+from gdn.bench.case_lists import build_cases, named_case, named_cases, partial_acceptance
+from gdn.bench.cases import BenchCase, CaseOptions
 from gdn.bench.check import CheckFailed, check_workload
 from gdn.bench.cpu import CpuMachine
 from gdn.bench.cuda import GpuMachine
@@ -31,11 +34,13 @@ from gdn.bench.traffic import (
     attainable_us,
     case_bytes,
     fold_bytes,
+    fused_bytes,
+    lazy_bytes,
     recurrence_bytes,
     recurrence_flops,
     verify_bytes,
 )
-from gdn.bench.workload import DoesNotFit, Workload, build_workload, plan_sets
+from gdn.bench.workload import Workload
 from gdn.calls import BoundCall
 from gdn.cli import bench as bench_module
 from gdn.cli.main import main
@@ -127,6 +132,18 @@ def test_a_verify_is_held_against_reading_and_a_fold_against_copying() -> None:
     assert case_bytes(BenchCase("step", call)) == verify_bytes(call) + fold_bytes(call)
 
 
+def test_bytes_with_pending_records() -> None:
+    state, token, record = 1024, 192 + 16 + 128, 168
+    call = ring_call(num_accepted=(4, 4, 4))
+    tables = 4 * (3 + 3 + 4 + 3 + 3)
+    assert fused_bytes(call, 2) == 3 * 2 * state + 12 * (token + record) + 3 * 2 * record + tables
+    assert lazy_bytes(call, 2) == fused_bytes(call, 2) - 3 * state
+    assert fused_bytes(call, 0) == lazy_bytes(call, 0) == verify_bytes(call) + 4 * 6
+    fused, lazy = (BenchCase(regime, call, pending=2) for regime in ("fused", "lazy"))
+    assert attainable_us(fused, CEILINGS) == pytest.approx(1e6 * fused_bytes(call, 2) / 4e12)
+    assert attainable_us(lazy, CEILINGS) == pytest.approx(1e6 * lazy_bytes(call, 2) / 5e12)
+
+
 def test_flops_of_a_prefill() -> None:
     call = RecurrenceCase("", SMALL_HEADS, (10, 4), padding=(1,))
     assert recurrence_flops(call) == 7 * 10 * 2 * 8 * 16
@@ -153,6 +170,39 @@ def test_a_step_is_timed_at_every_acceptance() -> None:
 def test_only_a_fold_has_layers() -> None:
     layers = {case.regime: case.num_layers for case in cases("verify", "fold", "step", num_layers=5)}
     assert layers == {"verify": 1, "fold": 5, "step": 1}
+
+
+def test_pending_records_fill_the_ring_and_no_more() -> None:
+    def shapes(**changes: Any) -> list[tuple[str, int, int]]:
+        return [(case.call.name, case.pending, case.ring_call.ring_len) for case in cases("fused", "lazy", **changes)]
+
+    assert shapes() == [("B=3 T=4 n=4", 4, 4), ("B=3 T=4 n=4", 4, 8)]
+    assert shapes(pending=7) == [("B=3 T=4 n=7", 7, 7), ("B=3 T=4 n=7", 7, 11)]
+    assert shapes(ring_len=5) == [("B=3 T=4 n=4", 4, 5), ("B=3 T=4 n=1", 1, 5)]
+    assert shapes(window=62, pending=0) == [("B=3 T=62 n=0", 0, 62), ("B=3 T=62 n=0", 0, 62)]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pending", [0, 1, 6])
+def test_pending_records_of_any_number_pass_their_check(pending: int, state_dtype: str) -> None:
+    for case in cases("fused", "lazy", pending=pending, state_dtypes=(state_dtype,), slots="permuted"):
+        workload = build_workload(case, SmallMachine())
+        assert case.regime in check_workload(workload).split(", ")
+        first, last = (
+            workload.ring[inputs.windows[0].pending_rows] for inputs in (workload.sets[0], workload.sets[-1])
+        )
+        assert np.array_equal(first, last)
+        assert first[:, :, :pending].any() == (pending > 0)
+
+
+def test_fused_and_lazy_differ_in_what_they_write() -> None:
+    fused, lazy = (build_workload(case, SmallMachine()) for case in cases("fused", "lazy"))
+    for workload, moves in ((fused, True), (lazy, False)):
+        check_workload(workload)
+        window, before = workload.sets[1].windows[0], workload.pool.copy()
+        workload.calls(workload.case.regime)[1]()
+        assert np.array_equal(workload.pool[window.slot_idx], before[window.slot_idx]) != moves
+        assert np.array_equal(window.pending_rows, window.ring_rows) != moves
 
 
 def test_regimes_have_batches_of_their_own() -> None:
@@ -187,7 +237,7 @@ class SmallMachine(CpuMachine):
         return self.free
 
 
-@pytest.mark.parametrize("regime", ["decode", "verify", "fold", "step", "prefill"])
+@pytest.mark.parametrize("regime", ["decode", "verify", "fold", "fused", "lazy", "step", "prefill"])
 def test_a_rotation_passes_the_cache(regime: str) -> None:
     case = cases(regime)[-1]
     num_sets, is_cold = plan_sets(case, SmallMachine())
@@ -216,7 +266,7 @@ def test_ordered_slots_are_in_order() -> None:
 
 def test_memory_and_slots_bound_a_rotation() -> None:
     (case,) = cases("decode")
-    one_set = workload_module._set_bytes(case)
+    one_set = build_module._set_bytes(case)
     assert plan_sets(case, SmallMachine(free=2 * int(4.5 * one_set / 0.6) // 2)) == (4, False)
     with pytest.raises(DoesNotFit, match="GB"):
         plan_sets(case, SmallMachine(free=one_set))
@@ -268,7 +318,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[..., None
     monkeypatch.setattr(numpy_backend, op, wrong)
 
 
-def grow_readout(inputs: Any, readout: Any) -> None:
+def grow_readout(inputs: Any, readout: Any, *pending: Any) -> None:
     readout.array[-1, -1] += 1
 
 
@@ -279,6 +329,10 @@ def grow_state(inputs: Any, *readout: Any) -> None:
 
 def grow_record(inputs: Any, readout: Any) -> None:
     inputs.ring.array[:, 0, 0, 0] += 1
+
+
+def grow_last_record(inputs: Any, readout: Any) -> None:
+    inputs.ring.array[:, 0, -1, 0] += 1
 
 
 @pytest.mark.usefixtures("no_clock")
@@ -294,6 +348,12 @@ def grow_record(inputs: Any, readout: Any) -> None:
         ("fold", "gated_delta_recurrence_verify_ring", grow_record, "E2"),
         ("fold", "gated_delta_state_fold", grow_state, "E2"),
         ("step", "gated_delta_state_fold", grow_state, "E2"),
+        ("fused", "gated_delta_recurrence_verify_ring", grow_readout, "fused: readout against forward"),
+        ("fused", "gated_delta_recurrence_verify_ring", grow_state, "fused: states after the call"),
+        ("fused", "gated_delta_recurrence_verify_ring", grow_record, "fused: "),
+        ("lazy", "gated_delta_recurrence_verify_ring", grow_readout, "lazy: readout against forward"),
+        ("lazy", "gated_delta_recurrence_verify_ring", grow_state, "lazy: states after the call"),
+        ("lazy", "gated_delta_recurrence_verify_ring", grow_last_record, "lazy: states after folding its records"),
     ],
 )
 def test_a_case_that_fails_its_check_is_not_timed(
@@ -326,7 +386,7 @@ def test_states_must_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_oracle_gets_what_it_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases("prefill", seq_lens=(64,), cold=False)[0]
     workload = build_workload(case, CpuMachine("numpy"))
-    monkeypatch.setattr(check_module, "_ORACLE_COST", 64 * 2 * 16 * 8)  # one key head of one row
+    monkeypatch.setattr(oracle_check, "_ORACLE_COST", 64 * 2 * 16 * 8)  # one key head of one row
     assert check_workload(workload).startswith("readout rel ")
 
 
@@ -365,7 +425,9 @@ def test_pythons_part_of_a_call_stands_beside_that_of_a_bound_one(monkeypatch: p
 
 def test_all_regimes_without_a_word() -> None:
     rows = document(*QUICK, "--seq-len", "5")["rows"]
-    assert [row["regime"] for row in rows] == ["decode", "verify", "fold", "step", "step", "step", "prefill"]
+    assert [row["regime"] for row in rows] == [
+        *("decode", "verify", "fold", "fused", "lazy", "step", "step", "step", "prefill")
+    ]
 
 
 def test_json_is_alone_on_stdout_and_says_everything() -> None:
@@ -421,6 +483,12 @@ def test_batches_by_list_and_by_repetition() -> None:
         (("decode", "--max-slots", "0"), "0 is not in the range"),
         (("verify", "--window", "-1"), "-1 is not in the range"),
         (("verify", "--window", "5", "--ring-len", "4"), "window: expected at most ring_len = 4"),
+        (("verify", "--window", "65"), "window: expected at most 64"),
+        (("verify", "--ring-len", "65"), "ring_len: expected at most 64"),
+        (("fused", "--pending", "65"), "65 is not in the range"),
+        (("fused", "--pending", "-1"), "-1 is not in the range"),
+        (("fused", "--pending", "5", "--ring-len", "4"), "pending: expected at most 4 records, in a ring of 4, got 5"),
+        (("lazy", "--pending", "5", "--ring-len", "8"), "4 records, in a ring of 8 ahead of a window of 4, got 5"),
         (("fold", "--layers", "0"), "0 is not in the range"),
         (("decode", "--repeats", "0"), "0 is not in the range"),
         (("prefill", "--seq-len", "x"), "expected counts"),

@@ -93,17 +93,31 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.testing": ("gdn.testing.compare",),
     "gdn.bench": (),
     "gdn.bench.timing": (),
-    "gdn.bench.cases": ("gdn.errors", "gdn.geometry", "gdn.testing.*"),
+    "gdn.bench.cases": ("gdn.geometry", "gdn.testing.*"),
+    "gdn.bench.case_lists": ("gdn.errors", "gdn.ring", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
     "gdn.bench.c[pu]*": ("gdn", "gdn.arrays", "gdn.bench.[mt]*", "gdn.testing.*"),
+    "gdn.bench.values": ("gdn.geometry", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.workload": (
-        *("gdn", "gdn.ops", "gdn.errors", "gdn.arrays", "gdn.geometry"),
-        *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.t*", "gdn.testing.*"),
+        *("gdn", "gdn.ops", "gdn.geometry"),
+        *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.timing", "gdn.bench.values"),
+    ),
+    "gdn.bench.build": (
+        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.testing.*"),
+        *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.traffic", "gdn.bench.values", "gdn.bench.workload"),
+    ),
+    "gdn.bench.places": ("gdn.geometry", "gdn.bench.values", "gdn.bench.workload", "gdn.testing.*"),
+    "gdn.bench.oracle_check": (
+        *("gdn", "gdn.oracle", "gdn.geometry", "gdn.testing.*"),
+        *("gdn.bench.cases", "gdn.bench.places", "gdn.bench.workload"),
+    ),
+    "gdn.bench.check_pending": (
+        *("gdn.bench.oracle_check", "gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
     ),
     "gdn.bench.check": (
-        *("gdn", "gdn.oracle", "gdn.errors", "gdn.geometry"),
-        *("gdn.bench.cases", "gdn.bench.workload", "gdn.testing.*"),
+        *("gdn.errors", "gdn.bench.cases", "gdn.bench.check_pending", "gdn.bench.oracle_check"),
+        *("gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
     ),
     "gdn.bench.peers": ("gdn.bench.peers.*",),
     "gdn.bench.peers.*": (

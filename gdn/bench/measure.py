@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gdn.bench.cases import BenchCase
+from gdn.bench.build import DoesNotFit, build_workload
+from gdn.bench.cases import PENDING_REGIMES, BenchCase
 from gdn.bench.check import CheckFailed, check_finite, check_workload
 from gdn.bench.machine import Machine
 from gdn.bench.peers.peer import Peer, PeerRefused
 from gdn.bench.timing import Spread, spread
 from gdn.bench.traffic import Ceilings, attainable_us, case_bytes, num_tokens, recurrence_flops
-from gdn.bench.workload import DoesNotFit, Workload, build_workload
+from gdn.bench.workload import Workload
 from gdn.testing.execute import on_backend
 
 #: The op that a regime calls; a step calls two.
@@ -19,6 +20,7 @@ OPS = {
     "prefill": "gated_delta_recurrence_fwd",
     "verify": "gated_delta_recurrence_verify_ring",
     "fold": "gated_delta_state_fold",
+    **dict.fromkeys(PENDING_REGIMES, "gated_delta_recurrence_verify_ring with pending records"),
 }
 
 
@@ -110,7 +112,7 @@ def measure(
 
 def _timed(workload: Workload, ceilings: Ceilings, repeats: int) -> Timing:
     case, machine = workload.case, workload.machine
-    mutates = case.regime != "verify"
+    mutates = case.regime not in ("verify", "lazy")
 
     def median_us(part: str) -> Spread:
         return spread(machine.time_us(workload.calls(part), repeats, workload.reset if mutates else None))

@@ -92,6 +92,27 @@ def fold_bytes(call: RingCase) -> int:
     return call.num_layers * layer + _INDEX_BYTES * len(call.lengths)
 
 
+def fused_bytes(call: RingCase, pending: int) -> int:
+    """A verify that folds `pending` records of each live sequence first: each state is read and written once, the
+    pending records are read, the window's tokens pass once and leave their records.
+
+    Where nothing is pending no state is written. Index arrays: those of a verify, and two of batch_size for what is
+    pending.
+    """
+    written = _num_live(call) * state_bytes(call.heads, call.state_dtype) if pending else 0
+    return lazy_bytes(call, pending) + written
+
+
+def lazy_bytes(call: RingCase, pending: int) -> int:
+    """A verify behind `pending` records of each live sequence that stay pending: as `fused_bytes`, no state written."""
+    read = _num_live(call) * pending * record_bytes(call.heads, call.ring_dtype)
+    return verify_bytes(call) + read + _INDEX_BYTES * 2 * len(call.lengths)
+
+
+def _num_live(call: RingCase) -> int:
+    return sum(length > 0 and _has_places(call, row) for row, length in enumerate(call.lengths))
+
+
 def _has_places(call: RingCase, row: int) -> bool:
     return row not in call.padding and row not in call.ring_padding
 
@@ -102,10 +123,14 @@ def case_bytes(case: BenchCase) -> int:
 
 
 def _read_and_written(case: BenchCase) -> tuple[int, int]:
-    """Bytes of the part that mostly reads (a verify), and of the part that reads and writes (everything else)."""
+    """Bytes of the part that mostly reads (verify, lazy), and of the part that reads and writes (everything else)."""
     if case.regime in ("decode", "prefill"):
         return 0, recurrence_bytes(case.recurrence_call)
     call = case.ring_call
+    if case.regime == "fused":
+        return 0, fused_bytes(call, case.pending)
+    if case.regime == "lazy":
+        return lazy_bytes(call, case.pending), 0
     reading = 0 if case.regime == "fold" else verify_bytes(call)
     return reading, 0 if case.regime == "verify" else fold_bytes(call)
 
@@ -113,7 +138,8 @@ def _read_and_written(case: BenchCase) -> tuple[int, int]:
 def attainable_us(case: BenchCase, ceilings: Ceilings) -> float:
     """The time in which this machine moves the bytes of a case and does nothing else.
 
-    A verify is held against the read-only bandwidth, everything else against that of a copy, a step against both parts.
+    What leaves the states alone (verify, lazy) is held against the read-only bandwidth, everything else against that of
+    a copy, a step against both parts.
     """
     reading, updating = _read_and_written(case)
     return 1e-3 * (reading / ceilings.read_gb_s + updating / ceilings.copy_gb_s)

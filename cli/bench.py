@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 import gdn
 from gdn.backends import BACKENDS
 from gdn.backends.launch import KERNEL_TYPE
-from gdn.bench.case_lists import PENDING, build_cases, named_case, named_cases
+from gdn.bench.case_lists import PENDING, build_cases, named_case, named_cases, too_short_ring_lens
 from gdn.bench.cases import REGIMES, SLOT_ORDERS, BenchCase, CaseOptions
 from gdn.bench.cpu import CpuMachine
 from gdn.bench.machine import Machine
@@ -20,8 +20,10 @@ from gdn.bench.peers import PEERS, load_peer
 from gdn.bench.peers.peer import Peer, PeerRefused
 from gdn.bench.traffic import Ceilings
 from gdn.cli import report
-from gdn.cli.bench_results import BenchRun, as_document, load_baseline, show_head, show_results
-from gdn.cli.names import Counts, Name, PairOfCounts
+from gdn.cli.bench_document import as_document
+from gdn.cli.bench_results import show_head, show_results
+from gdn.cli.bench_run import BenchRun, load_baseline
+from gdn.cli.names import Counts, Name, PairOfCounts, Shares
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.ring import MAX_RING_LEN
@@ -31,6 +33,7 @@ _DEFAULT_MODEL = "qwen3-next-80b-a3b"
 _CPU_HEADS = (2, 4)
 _GPU_REPEATS, _CPU_REPEATS = 30, 9
 
+_Number = TypeVar("_Number", int, float)
 _POSITIVE = click.IntRange(min=1)
 
 
@@ -57,13 +60,24 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--head-dims", type=PairOfCounts(), metavar="KD,VD", help="Sizes of a key and a value head.")
 @click.option("--batch", "batches", multiple=True, type=Counts(), metavar="B,...", help="Sequences; not for prefill.")
 @click.option("--window", type=_POSITIVE, default=4, show_default=True, metavar="T", help="Tokens of a verify.")
-@click.option("--ring-len", type=_POSITIVE, metavar="N", help="Records of a ring row. Unless given: what fits.")
+@click.option("--ring-len", type=_POSITIVE, metavar="N", help="Records of a ring row, but for loops.")
 @click.option(
     "--pending",
     type=click.IntRange(0, MAX_RING_LEN),
     metavar="N",
     help=f"Pending records of fused and lazy. Unless given: {PENDING}, or what fits the ring.",
 )
+@click.option(
+    "--accept",
+    multiple=True,
+    type=Shares(),
+    metavar="P,...",
+    help="Shares of a window that loops of step accept. Unless given: 0,0.5,1.",
+)
+@click.option(
+    "--ring-lens", multiple=True, type=Counts(), metavar="N,...", help="Records of a ring row, for lazy loops."
+)
+@click.option("--lazy", is_flag=True, help="Time decode lazily too: windows of one token that stay pending.")
 @click.option("--layers", type=_POSITIVE, default=1, show_default=True, metavar="L", help="Layers of a fold.")
 @click.option("--seq-len", "seq_lens", multiple=True, type=Counts(), metavar="T,...", help="Single rows of a prefill.")
 @click.option(
@@ -136,6 +150,8 @@ def bench(
     """
     if fail_above is not None and compare is None:
         raise click.UsageError("--fail-above is about the ratios of --compare FILE, which is missing")
+    if shape["lazy"] and (regimes or case_names) and "decode" not in regimes:
+        raise click.UsageError("--lazy is about decode, which is not among the regimes")
     for path in (save, plot):
         if path is not None and not path.resolve().parent.is_dir():
             raise click.UsageError(f"no folder {path.resolve().parent} to write {path.name} to")
@@ -151,6 +167,8 @@ def bench(
         cases += build_cases(wanted, options, on_gpu=on_gpu)
     peers, absent = load_peers(peer_names, on_gpu=on_gpu)
     run = BenchRun(cases, backends, unavailable, options, repeats, absent, baseline, fail_above)
+    if any(case.regime == "step" and case.loop for case in cases):
+        run.too_short = too_short_ring_lens(options, on_gpu=on_gpu)
     time_cases(run, machines, peers, quiet=as_json)
     if save is not None:
         report.save_json(save, as_document(run))
@@ -172,6 +190,8 @@ def case_options(
     batches: Sequence[tuple[int, ...]],
     seq_lens: Sequence[tuple[int, ...]],
     state_dtypes: tuple[str, ...],
+    accept: Sequence[tuple[float, ...]],
+    ring_lens: Sequence[tuple[int, ...]],
     layers: int,
     warm: bool,
     **rest: Any,
@@ -181,11 +201,13 @@ def case_options(
     if heads is None:
         heads = (base.num_key_heads, base.num_value_heads) if on_gpu or model else _CPU_HEADS
     dims = head_dims or (base.key_head_dim, base.value_head_dim)
-    chosen: dict[str, Any] = {"state_dtypes": tuple(dict.fromkeys(state_dtypes))} if state_dtypes else {}
+    given = {"state_dtypes": tuple(dict.fromkeys(state_dtypes)), "accept": _flat(accept)}
+    chosen: dict[str, Any] = {name: values for name, values in given.items() if values}
     return CaseOptions(
         HeadGeometry(*heads, *dims),
         batches=_flat(batches),
         seq_lens=_flat(seq_lens),
+        ring_lens=_flat(ring_lens),
         num_layers=layers,
         cold=not warm,
         **chosen,
@@ -193,7 +215,7 @@ def case_options(
     )
 
 
-def _flat(lists: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _flat(lists: Sequence[tuple[_Number, ...]]) -> tuple[_Number, ...]:
     """The numbers of a repeated option, each once."""
     return tuple(dict.fromkeys(number for numbers in lists for number in numbers))
 
@@ -273,7 +295,7 @@ def _know_machines(run: BenchRun, machines: Sequence[Machine]) -> None:
 def _time_case(run: BenchRun, case: BenchCase, machine: Machine, peers: tuple[Peer, ...]) -> None:
     repeats = run.repeats or (_GPU_REPEATS if machine.backend == "cuda" else _CPU_REPEATS)
     ops = ("verify", "fold") if case.regime == "step" else (case.regime,)
-    is_new = not {OPS[op] for op in ops} <= run.overhead.keys()
+    is_new = case.loop is None and not {OPS[op] for op in ops} <= run.overhead.keys()
     ceilings = run.ceilings[machine.backend]
     measured = measure(case, machine, ceilings, repeats, with_overhead=is_new, peers=peers)
     run.rows += measured.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from matplotlib.figure import Figure
 
 from gdn.bench.cases import REGIMES
 from gdn.bench.measure import Row, Timing
-from gdn.cli.bench_results import BenchRun, heads_in_words
+from gdn.cli.bench_results import heads_in_words
+from gdn.cli.bench_run import BenchRun
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e6bbf", "#c77d0a", "#555555")
 _MARKERS = "osD^vP"
@@ -71,11 +73,11 @@ def _size(row: Row) -> int:
 
 
 def _series(points: _Points) -> Iterator[tuple[str, _Points]]:
-    """Points by what ran, types, and what was accepted, each in the order of size."""
+    """Points by what ran, types, what was accepted and in which form, each in the order of size."""
     groups: dict[str, _Points] = {}
     for row, timing in points:
-        _, accepts, kind = row.case.call.name.partition("accept ")
-        label = " ".join((row.by, row.case.call.types(), *((f"accept {kind}",) if accepts else ())))
+        kind = re.search(r"\b(accept|lazy) .*", row.case.call.name)
+        label = " ".join((row.by, row.case.call.types(), *((kind[0],) if kind else ())))
         groups.setdefault(label, []).append((row, timing))
     for label, series in groups.items():
         yield label, sorted(series, key=lambda point: _size(point[0]))

@@ -1,115 +1,21 @@
-"""What `gdn bench` has to show: head, table, verdict, the same as JSON, and the comparison with a saved run."""
+"""What `gdn bench` shows: head, table, verdict, and the comparison with a saved run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import date
-from pathlib import Path
-from typing import Any
 
-import click
 from rich.text import Text
 
 import gdn
-from gdn.bench.cases import BenchCase, CaseOptions
-from gdn.bench.measure import Overhead, Row, Timing
-from gdn.bench.traffic import Ceilings
+from gdn.bench.measure import Row, Timing
 from gdn.cli import report
+from gdn.cli.bench_run import BenchRun
 from gdn.cli.names import joined
 from gdn.cli.report import Column
 
 #: The bandwidth that a regime is held against.
 _CEILING_NAMES = {"verify": "read", "lazy": "read", "step": "both"}
-
-
-@dataclass(slots=True)
-class BenchRun:
-    """What is timed and what came of it so far.
-
-    repeats: None for the machine's own number. absent_peers: packages that cannot be timed, with the reason. baseline:
-    a saved run. overhead: Python's part of a call, by op.
-    """
-
-    cases: Sequence[BenchCase]
-    backends: Sequence[str]
-    unavailable: dict[str, str]
-    options: CaseOptions
-    repeats: int | None = None
-    absent_peers: dict[str, str] = field(default_factory=dict)
-    baseline: Baseline | None = None
-    fail_above: float | None = None
-    facts: dict[str, str] = field(default_factory=dict)
-    ceilings: dict[str, Ceilings] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    overhead: dict[str, Overhead] = field(default_factory=dict)
-    interrupted: bool = False
-
-    @property
-    def num_left_out(self) -> int:
-        """Cases that were not reached before Ctrl-C."""
-        return len(self.cases) * len(self.backends) - sum(row.by in self.backends for row in self.rows)
-
-    @property
-    def failed(self) -> list[Row]:
-        """Rows whose check failed."""
-        return [row for row in self.rows if row.failed]
-
-    @property
-    def timed(self) -> list[tuple[Row, Timing]]:
-        """Rows that have a time, with it."""
-        return [(row, row.timing) for row in self.rows if row.timing is not None]
-
-    def ratio(self, row: Row) -> float | None:
-        """The row's time over that of the saved run, where both have one."""
-        if self.baseline is None or row.timing is None:
-            return None
-        before = self.baseline.us.get(row.key)
-        return row.timing.us.median_us / before if before else None
-
-    @property
-    def slower(self) -> list[Row]:
-        """Rows beyond the ratio that is allowed."""
-        limit = self.fail_above
-        return [row for row in self.rows if limit is not None and (self.ratio(row) or 0) > limit]
-
-    @property
-    def is_incomparable(self) -> bool:
-        """Whether a limit is set and no row has a ratio to hold against it."""
-        return self.fail_above is not None and all(self.ratio(row) is None for row in self.rows)
-
-    @property
-    def exit_code(self) -> int:
-        """0 only where something was timed, every check passed and no row is beyond the limit."""
-        if self.interrupted:
-            return 130
-        return 1 if self.failed or self.slower or self.is_incomparable or not self.timed else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """A saved run: where it is from, and medians by the key of their row."""
-
-    title: str
-    us: dict[str, float]
-
-
-def load_baseline(path: Path) -> Baseline:
-    """Read what --save wrote. Raises UsageError for another file."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        us = {str(row["key"]): float(row["us"]) for row in document["rows"] if row["us"] is not None}
-        facts = ", ".join(str(value) for value in document["machine"].values())
-        title = f"gdn {document['gdn']} of {document['date']} ({facts})"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise click.UsageError(
-            f"{path} is not what gdn bench --save writes ({type(error).__name__}: {error})"
-        ) from error
-    return Baseline(title, us)
-
-
-# ---- Showing ----
 
 
 def show_head(run: BenchRun) -> None:
@@ -128,6 +34,8 @@ def _head_lines(run: BenchRun) -> Iterator[str]:
         yield f"{name} cannot run here: {reason}"
     for name, reason in run.absent_peers.items():
         yield f"{name} is not timed: {reason}"
+    for length in run.too_short:
+        yield f"lazy loops in a ring of {length} are not timed: it holds no window of {run.options.window}"
     yield "; ".join(f"{name} {value}" for name, value in run.facts.items())
     for backend, ceilings in run.ceilings.items():
         if backend == run.backends[0] or backend == "cuda":
@@ -183,7 +91,7 @@ def _table(run: BenchRun) -> Iterator[tuple[Column, list[str]]]:
     if run.baseline is not None:
         ratios = [run.ratio(row) for row, _ in timed]
         yield Column("ratio", right=True), ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-    notes = [_note(row, timing) for row, timing in timed]
+    notes = [_note(run, row, timing) for row, timing in timed]
     if any(notes):
         yield Column("note", min_width=120), notes
 
@@ -193,7 +101,8 @@ def _types(row: Row) -> str:
 
 
 def _percent(row: Row, timing: Timing) -> str:
-    return f"{timing.percent:.1f} {_CEILING_NAMES.get(row.case.regime, 'copy')}"
+    name = "both" if row.case.loop else _CEILING_NAMES.get(row.case.regime, "copy")
+    return f"{timing.percent:.1f} {name}"
 
 
 def _count(number: float | None) -> str:
@@ -202,8 +111,11 @@ def _count(number: float | None) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _note(row: Row, timing: Timing) -> str:
+def _note(run: BenchRun, row: Row, timing: Timing) -> str:
     parts = []
+    faster = run.speedup(row)
+    if faster is not None:
+        parts.append(f"{faster[1]:.2f}x {faster[0]}")
     if timing.parts_us:
         alone = " + ".join(f"{part} {us:.1f}" for part, us in timing.parts_us.items())
         parts.append(f"{alone} = {sum(timing.parts_us.values()):.1f}")
@@ -229,62 +141,3 @@ def summary(run: BenchRun) -> str:
     left_out = f" ({run.num_left_out} not reached)" if run.num_left_out else ""
     rows = "1 row" if len(run.timed) == 1 else f"{len(run.timed)} rows"
     return f"{', '.join(parts) or 'all right'}: {rows} timed, each after its check{left_out}"
-
-
-# ---- JSON ----
-
-
-def as_document(run: BenchRun) -> dict[str, Any]:
-    """The run for machines, and for --compare."""
-    return {
-        "gdn": gdn.__version__,
-        "date": date.today().isoformat(),
-        "machine": run.facts,
-        "ceilings_gb_s": {
-            backend: {"copy": ceilings.copy_gb_s, "read": ceilings.read_gb_s}
-            for backend, ceilings in run.ceilings.items()
-        },
-        "passed": run.exit_code == 0,
-        "interrupted": run.interrupted,
-        "backends": list(run.backends),
-        "unavailable_backends": run.unavailable,
-        "absent_peers": run.absent_peers,
-        "python_overhead_us": {op: overhead.op_us for op, overhead in run.overhead.items()},
-        "bound_overhead_us": {op: overhead.bound_us for op, overhead in run.overhead.items()},
-        "compared_with": None if run.baseline is None else run.baseline.title,
-        "fail_above": run.fail_above,
-        "rows": [_row_document(run, row) for row in run.rows],
-    }
-
-
-def _row_document(run: BenchRun, row: Row) -> dict[str, Any]:
-    heads, call, timing = row.case.heads, row.case.call, row.timing
-    return {
-        "key": row.key,
-        "by": row.by,
-        "regime": row.case.regime,
-        "shape": call.name,
-        "heads": [heads.num_key_heads, heads.num_value_heads],
-        "head_dims": [heads.key_head_dim, heads.value_head_dim],
-        "batch": row.case.batch_size,
-        "work_dtype": call.work_dtype,
-        "state_dtype": call.state_dtype,
-        "slots": row.case.slots,
-        "cold": row.is_cold,
-        "num_sets": row.num_sets,
-        "checked": row.checked,
-        "failed": row.failed,
-        "problem": row.problem,
-        "bytes": row.num_bytes,
-        "us": timing and timing.us.median_us,
-        "p10_us": timing and timing.us.p10_us,
-        "p90_us": timing and timing.us.p90_us,
-        "num_samples": timing and timing.us.num_samples,
-        "parts_us": timing and timing.parts_us,
-        "gb_per_s": timing and timing.gb_per_s,
-        "attainable_us": timing and timing.attainable_us,
-        "percent": timing and timing.percent,
-        "tokens_per_s": timing and timing.tokens_per_s,
-        "gflop_per_s": timing and timing.gflop_per_s,
-        "ratio": run.ratio(row),
-    }

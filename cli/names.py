@@ -71,6 +71,23 @@ class PairOfCounts(click.ParamType):  # type: ignore[type-arg] # as above
         return first, second
 
 
+class Shares(click.ParamType):  # type: ignore[type-arg] # as above
+    """Numbers from 0 to 1 with commas between them, such as 0,0.5,1."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):  # click may convert a value twice
+            return value
+        try:
+            shares = tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            shares = ()
+        if not shares or not all(0 <= share <= 1 for share in shares):
+            self.fail(f"expected numbers from 0 to 1, with commas between several, got {value!r}", param, ctx)
+        return shares
+
+
 class Counts(click.ParamType):  # type: ignore[type-arg] # as above
     """Counts of at least one with commas between them, such as 1,8,32."""
 

@@ -95,7 +95,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.bench.timing": (),
     "gdn.bench.cases": ("gdn.geometry", "gdn.testing.*"),
     "gdn.bench.case_lists": ("gdn.errors", "gdn.ring", "gdn.bench.cases", "gdn.testing.*"),
-    "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.loops": ("gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.bench.loops", "gdn.testing.*"),
     "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
     "gdn.bench.c[pu]*": ("gdn", "gdn.arrays", "gdn.bench.[mt]*", "gdn.testing.*"),
     "gdn.bench.values": ("gdn.geometry", "gdn.bench.cases", "gdn.testing.*"),
@@ -105,23 +106,30 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gdn.bench.build": (
         *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.testing.*"),
-        *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.traffic", "gdn.bench.values", "gdn.bench.workload"),
+        *("gdn.bench.cases", "gdn.bench.loops", "gdn.bench.machine", "gdn.bench.tables", "gdn.bench.traffic"),
+        *("gdn.bench.values", "gdn.bench.workload"),
+    ),
+    "gdn.bench.tables": (
+        *("gdn.arrays", "gdn.geometry", "gdn.testing.*"),
+        *("gdn.bench.cases", "gdn.bench.loops", "gdn.bench.machine", "gdn.bench.workload"),
     ),
     "gdn.bench.places": ("gdn.geometry", "gdn.bench.values", "gdn.bench.workload", "gdn.testing.*"),
     "gdn.bench.oracle_check": (
         *("gdn", "gdn.oracle", "gdn.geometry", "gdn.testing.*"),
         *("gdn.bench.cases", "gdn.bench.places", "gdn.bench.workload"),
     ),
-    "gdn.bench.check_pending": (
-        *("gdn.bench.oracle_check", "gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
+    "gdn.bench.check_pending": ("gdn.bench.oracle_check", "gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
+    "gdn.bench.check_loop": (
+        *("gdn.bench.loops", "gdn.bench.oracle_check", "gdn.bench.places", "gdn.bench.values", "gdn.bench.workload"),
+        "gdn.testing.*",
     ),
     "gdn.bench.check": (
-        *("gdn.errors", "gdn.bench.cases", "gdn.bench.check_pending", "gdn.bench.oracle_check"),
+        *("gdn.errors", "gdn.bench.cases", "gdn.bench.check_*", "gdn.bench.loops", "gdn.bench.oracle_check"),
         *("gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
     ),
     "gdn.bench.peers": ("gdn.bench.peers.*",),
     "gdn.bench.peers.*": (
-        *("gdn.errors", "gdn.geometry", "gdn.bench.timing", "gdn.bench.workload"),
+        *("gdn.errors", "gdn.geometry", "gdn.bench.cases", "gdn.bench.timing", "gdn.bench.workload"),
         *("gdn.bench.peers.*", "gdn.testing.*"),
     ),
     "gdn.bench.measure": ("gdn.bench.*", "gdn.testing.execute"),

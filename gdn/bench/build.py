@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from gdn.arrays import DTYPES
-from gdn.bench.cases import PENDING_REGIMES, BenchCase
+from gdn.bench.cases import BenchCase
+from gdn.bench.loops import loop_tables
 from gdn.bench.machine import Machine
-from gdn.bench.traffic import case_bytes, state_bytes, token_bytes
+from gdn.bench.tables import Tables, loop_steps
+from gdn.bench.traffic import case_bytes, state_bytes, token_bytes, verify_bytes
 from gdn.bench.values import bits, fill, gate_dtype, out_dtype, values_for
 from gdn.bench.workload import InputSet, Window, Workload
 from gdn.errors import GdnError, rejection
-from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.catalogue import Case
 from gdn.testing.ring_cases import RingCase
@@ -44,9 +42,10 @@ def build_workload(case: BenchCase, machine: Machine) -> Workload:
     num_slots = num_sets * case.slots_in_use
     pool = _filled(machine, (num_slots, *values.recurrent_state.shape[1:]), values.recurrent_state)
     ring = _new_ring(machine, call, num_slots * case.ring_rows_of_a_sequence) if isinstance(call, RingCase) else None
-    tables = _Tables(case, machine, num_sets)
+    tables = Tables(case, machine, num_sets)
     sets = tuple(_input_set(case, tables, (*tokens, out), idx) for idx in range(num_sets))
-    return Workload(case, machine, pool, ring, sets, is_cold)
+    loop = loop_steps(case, machine, tables, sets) if case.loop else ()
+    return Workload(case, machine, pool, ring, sets, is_cold, loop)
 
 
 def plan_sets(case: BenchCase, machine: Machine) -> tuple[int, bool]:
@@ -62,9 +61,12 @@ def plan_sets(case: BenchCase, machine: Machine) -> tuple[int, bool]:
     if case.max_slots is not None:
         fitting = min(fitting, case.max_slots // max(case.slots_in_use, 1))
     target = machine.cold_bytes()
-    wanted = max(2, -(-target // case_bytes(case))) if case.cold else 1
-    num_sets = max(1, min(wanted, fitting, MAX_SETS))
-    return num_sets, case.cold and num_sets * case_bytes(case) >= target
+    # A loop comes back to a state within a step: what is read and written there counts once, the same in all forms.
+    touched = case_bytes(case) if case.loop is None else verify_bytes(case.ring_call)
+    wanted = max(2, -(-target // touched)) if case.cold else 1
+    most = MAX_SETS if case.loop is None else machine.loop_calls // loop_tables(case).num_timed
+    num_sets = max(1, min(wanted, fitting, most))
+    return num_sets, case.cold and num_sets * touched >= target
 
 
 def _set_bytes(case: BenchCase) -> int:
@@ -79,11 +81,13 @@ def _set_bytes(case: BenchCase) -> int:
 
 
 def _scratch_bytes(case: BenchCase) -> int:
-    """What a check needs beside the workload where there is a ring: the states of a set, and the tokens of a row."""
+    """What a check needs beside the workload where there is a ring: states of a set, twice for a loop, and tokens."""
     if not isinstance(case.call, RingCase):
         return 0
+    loop = case.loop is not None
     token = _window_bytes(case.call) // max(_rows_of_window(case.call), 1)
-    return _states_bytes(case) + 2 * _window_bytes(case.call) + case.batch_size * case.pending * token
+    before = case.ring_call.ring_len if loop else case.pending
+    return (1 + loop) * _states_bytes(case) + 2 * _window_bytes(case.call) + case.batch_size * before * token
 
 
 def _states_bytes(case: BenchCase) -> int:
@@ -114,41 +118,7 @@ def _new_ring(machine: Machine, call: RingCase, num_rows: int) -> Any:
     return ring
 
 
-class _Tables:
-    """Index arrays of all sets: slots and ring rows by set and layer, and what is the same for all."""
-
-    def __init__(self, case: BenchCase, machine: Machine, num_sets: int) -> None:
-        call = case.call
-        random = np.random.default_rng(call.seed)
-        shape = (num_sets, case.num_layers, case.batch_size)
-        index = DTYPES[call.index_dtype]
-
-        def places(padding: Sequence[int], first: int = 0) -> Any:
-            numbers = np.arange(num_sets * case.slots_in_use)
-            if case.slots == "permuted":
-                numbers = random.permutation(numbers)
-            table = (first + numbers).reshape(shape).astype(np.uint32)
-            table[..., list(padding)] = PAD_SLOT
-            return machine.put(table.view(index))
-
-        def counts(of_each_sequence: Any) -> Any:
-            return machine.put(np.tile(np.asarray(of_each_sequence, np.uint32), (num_sets, 1)).view(index))
-
-        self.slots = places(call.padding)
-        self.ring_rows = places(call.ring_padding) if isinstance(call, RingCase) else None
-        first = 0 if isinstance(call, RingCase) else call.leading_rows
-        offsets = first + np.concatenate([[0], np.cumsum(call.lengths, dtype=np.int64)])
-        self.offsets = machine.put(np.tile(offsets.astype(np.uint32), (num_sets * case.num_layers, 1)).view(index))
-        self.num_accepted = counts(case.num_folded)
-        self.pending_rows: Any = None
-        self.num_pending: Any = None
-        if case.regime in PENDING_REGIMES:
-            is_apart = case.ring_rows_of_a_sequence == 2
-            self.pending_rows = places((), num_sets * case.slots_in_use) if is_apart else self.ring_rows
-            self.num_pending = counts((case.pending,) * case.batch_size)
-
-
-def _input_set(case: BenchCase, tables: _Tables, rows: tuple[Any, ...], idx: int) -> InputSet:
+def _input_set(case: BenchCase, tables: Tables, rows: tuple[Any, ...], idx: int) -> InputSet:
     """Set `idx`: its windows are neighbouring rows of the token arrays in `rows`."""
     length = _rows_of_window(case.call)
     windows = []

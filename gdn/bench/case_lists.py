@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from gdn.bench.cases import PENDING_REGIMES, BenchCase, CaseOptions
+from gdn.bench.cases import PENDING_REGIMES, BenchCase, CaseOptions, Loop
 from gdn.errors import GdnError, rejection
 from gdn.ring import MAX_RING_LEN
 from gdn.testing.cases import RecurrenceCase
@@ -16,6 +16,9 @@ from gdn.testing.ring_cases import RingCase
 #: Sequences of a batch, where none are asked for.
 GPU_BATCHES = {"decode": (1, 8, 32, 128, 512), "verify": (1, 8, 64, 256)}
 CPU_BATCHES = {"decode": (1, 8), "verify": (1, 4)}
+#: Records of a ring row of a lazy loop, and the least steps of any loop.
+GPU_RING_LENS, CPU_RING_LENS = (8, 16, 32), (8,)
+_GPU_STEPS, _CPU_STEPS = 48, 4
 #: Records that are pending, where no number is given.
 PENDING = 4
 #: Tokens of each row of a prefill, one tuple for each call.
@@ -33,6 +36,8 @@ def build_cases(regimes: Sequence[str], options: CaseOptions, *, on_gpu: bool) -
         raise GdnError(
             rejection("window", f"at most ring_len = {ring_len} tokens, the records of a row", options.window)
         )
+    if max(options.ring_lens, default=0) > MAX_RING_LEN:
+        raise GdnError(rejection("ring_lens", f"at most {MAX_RING_LEN}, the longest ring", max(options.ring_lens)))
     cases = [
         case
         for state_dtype in options.state_dtypes
@@ -51,10 +56,14 @@ def _cases_of(regime: str, options: CaseOptions, state_dtype: str, on_gpu: bool)
     for size in _batches(regime, options, on_gpu):
         if regime == "decode":
             yield _case(regime, _decode_call(options, state_dtype, size), options)
+            if options.lazy:
+                yield from _lazy_decode_cases(options, state_dtype, size, on_gpu)
         elif regime in PENDING_REGIMES:
             yield _pending_case(regime, options, state_dtype, size)
         else:
             yield from (_case(regime, call, options) for call in _ring_calls(regime, options, state_dtype, size))
+            if regime == "step":
+                yield from _loop_cases(options, state_dtype, size, on_gpu)
 
 
 def named_cases() -> dict[str, Case]:
@@ -178,6 +187,41 @@ def _pending_case(regime: str, options: CaseOptions, state_dtype: str, batch_siz
     name = f"B={batch_size} T={window} n={pending}"
     call = _windows(name, options, state_dtype, batch_size, options.ring_len or needed)
     return replace(_case(regime, call, options), pending=pending)
+
+
+def _ring_lens(options: CaseOptions, *, on_gpu: bool) -> tuple[int, ...]:
+    """Lengths of ring rows that lazy loops are asked for."""
+    return options.ring_lens or (GPU_RING_LENS if on_gpu else CPU_RING_LENS)
+
+
+def too_short_ring_lens(options: CaseOptions, *, on_gpu: bool) -> tuple[int, ...]:
+    """Those that hold no window, and so have no loop."""
+    return tuple(length for length in _ring_lens(options, on_gpu=on_gpu) if length < options.window)
+
+
+def _loop_cases(options: CaseOptions, state_dtype: str, batch_size: int, on_gpu: bool) -> Iterator[BenchCase]:
+    """Every form at every rate of acceptance; lazily for every ring that holds a window.
+
+    Where nothing is accepted nothing is ever pending, so that one ring stands for all.
+    """
+    window, min_steps = options.window, _GPU_STEPS if on_gpu else _CPU_STEPS
+    ring_lens = [length for length in _ring_lens(options, on_gpu=on_gpu) if length >= window]
+    for accept in options.accept:
+        lazy = [("lazy", length) for length in (ring_lens if accept else ring_lens[:1])]
+        forms = [("separate", window), ("fused", window), *lazy]
+        for form, ring_len in forms:
+            words = f"{form} {ring_len}" if form == "lazy" else form
+            name = f"B={batch_size} T={window} accept {accept:g} {words}"
+            call = _windows(name, options, state_dtype, batch_size, ring_len)
+            yield replace(_case("step", call, options), loop=Loop(form, accept, min_steps))
+
+
+def _lazy_decode_cases(options: CaseOptions, state_dtype: str, batch_size: int, on_gpu: bool) -> Iterator[BenchCase]:
+    """Windows of one token that is always accepted."""
+    one_token = replace(options, window=1)
+    for ring_len in _ring_lens(options, on_gpu=on_gpu):
+        call = _windows(f"B={batch_size} lazy {ring_len}", one_token, state_dtype, batch_size, ring_len)
+        yield replace(_case("decode", call, options), loop=Loop("lazy", 1.0, _GPU_STEPS if on_gpu else _CPU_STEPS))
 
 
 def partial_acceptance(batch_size: int, window: int) -> tuple[int, ...]:

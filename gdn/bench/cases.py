@@ -5,7 +5,7 @@ verify   a speculative window of every sequence: `gated_delta_recurrence_verify_
 fold     accepting whole windows in all layers: `gated_delta_state_fold`
 fused    a verify that first folds what is pending in another ring row: both in one pass over the states
 lazy     a verify behind records that stay pending in its own ring row: the states are only read
-step     verify, then fold, as two launches
+step     verify, then fold, as two launches; and steps of a decode loop in its three forms
 prefill  long rows, one or many: `gated_delta_recurrence_fwd`
 """
 
@@ -25,12 +25,26 @@ SLOT_ORDERS = ("ordered", "permuted")
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """Steps of a decode loop, of which a row is the average.
+
+    form: what a layer does in a step. "separate": a verify, and its part of one fold of all layers. "fused": a verify
+    that folds what the step before left. "lazy": that only when a ring row is full, records staying pending till then.
+    accept: the share of a window's tokens that is accepted. min_steps: how many steps are timed at least.
+    """
+
+    form: str
+    accept: float
+    min_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class BenchCase:
     """A call of `gdn.testing`, and how it is timed.
 
     slots: "ordered" (neighbouring sequences use neighbouring slots) or "permuted". cold: inputs rotate over sets larger
     than the cache. max_slots: the most slots of the pool, None for as many as the rotation wants. pending: records of
-    every sequence that the regimes fused and lazy find.
+    every sequence that the regimes fused and lazy find. loop: None for a call that is timed alone.
     """
 
     regime: str
@@ -39,6 +53,7 @@ class BenchCase:
     cold: bool = True
     max_slots: int | None = None
     pending: int = 0
+    loop: Loop | None = None
 
     @property
     def heads(self) -> HeadGeometry:
@@ -63,7 +78,12 @@ class BenchCase:
     @property
     def ring_rows_of_a_sequence(self) -> int:
         """Ring rows that a sequence has in each layer: a second one where its pending records lie apart."""
-        return 2 if self.regime == "fused" else 1
+        return 2 if self.regime == "fused" or (self.loop and self.loop.form != "separate") else 1
+
+    @property
+    def form(self) -> str | None:
+        """The form of a loop, None for a call that is timed alone."""
+        return None if self.loop is None else self.loop.form
 
     @property
     def num_folded(self) -> tuple[int, ...]:
@@ -90,9 +110,10 @@ class BenchCase:
 
 @dataclass(frozen=True, slots=True)
 class CaseOptions:
-    """What all cases of a run share. batches and seq_lens: empty for the regime's own.
+    """What all cases of a run share. batches, seq_lens and ring_lens: empty for the regime's own.
 
-    ring_len: None for as short a ring as a regime needs. pending: None for `PENDING`, or fewer where no more fit.
+    ring_len: None for as short a ring as a regime needs. pending: None for a default, or fewer where no more fit.
+    accept, ring_lens: rates of acceptance, and lengths of ring rows of lazy loops. lazy: decode is timed lazily too.
     """
 
     heads: HeadGeometry
@@ -103,6 +124,9 @@ class CaseOptions:
     window: int = 4
     ring_len: int | None = None
     pending: int | None = None
+    accept: tuple[float, ...] = (0.0, 0.5, 1.0)
+    ring_lens: tuple[int, ...] = ()
+    lazy: bool = False
     num_layers: int = 1
     slots: str = "ordered"
     cold: bool = True

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from gdn.bench.cases import PENDING_REGIMES
+from gdn.bench.check_loop import check_loop
 from gdn.bench.check_pending import check_pending
+from gdn.bench.loops import loop_tables
 from gdn.bench.oracle_check import check_forward
 from gdn.bench.places import Places, accepted, poison
 from gdn.bench.workload import Workload
@@ -28,11 +30,15 @@ class CheckFailed(GdnError):
 
 
 def check_workload(workload: Workload) -> str:
-    """Check the first set; returns what was compared, in a few words. Leaves records in every ring row of the workload.
+    """Check the first set; returns what was compared, in a few words.
 
-    Raises CheckFailed with the first comparison that did not pass.
+    Leaves records in every ring row of the workload, and a loop where its timed steps begin. Raises
+    CheckFailed with the first comparison that did not pass.
     """
-    if isinstance(workload.case.call, RingCase):
+    if workload.case.loop is not None:
+        words = [_passed(comparison) for comparison in check_loop(workload)]
+        workload.run_loop(slice(loop_tables(workload.case).first_timed))
+    elif isinstance(workload.case.call, RingCase):
         check = check_pending if workload.case.regime in PENDING_REGIMES else _check_ring
         words = [_passed(comparison) for comparison in check(workload)]
         workload.repeat_records()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from gdn.bench.oracle_check import check_forward
-from gdn.bench.places import Places, poison, with_tokens
+from gdn.bench.places import Places, last_tokens, poison, with_tokens
 from gdn.bench.workload import Window, Workload
 from gdn.testing.buffers import Array
 from gdn.testing.compare import Comparison, bitwise
@@ -31,7 +31,7 @@ def check_pending(workload: Workload) -> Iterator[Comparison]:
         leave_records(workload, window, before)
     poison(window.out)
     workload.verify(workload.sets[0])
-    readout = _last_rows(workload, window)
+    readout = last_tokens(workload, window)
     plain = places.on_scratch(window, 0)
     if regime == "lazy":
         plain = with_tokens(workload, plain, [np.append(own, np.arange(case.call.lengths[0])) for own in before])
@@ -39,7 +39,7 @@ def check_pending(workload: Workload) -> Iterator[Comparison]:
         workload.forward(with_tokens(workload, plain, before), scratch)
     yield places.compare(scratch, places.live, f"{regime}: states after the call")
     yield from check_forward(workload, plain, scratch)
-    yield bitwise(_last_rows(workload, plain), readout, f"{regime}: readout against forward")
+    yield bitwise(last_tokens(workload, plain), readout, f"{regime}: readout against forward")
     workload.fold(workload.sets[0])
     yield places.compare(scratch, places.live, f"{regime}: states after folding its records")
 
@@ -48,13 +48,3 @@ def leave_records(workload: Workload, window: Window, tokens: list[Array]) -> No
     """Verify some tokens of a window from its states, so that their records are what is pending of it."""
     earlier = with_tokens(workload, window, tokens)
     workload.verify_window(replace(earlier, ring_rows=window.pending_rows, pending_rows=None, num_pending=None))
-
-
-def _last_rows(workload: Workload, window: Window) -> Array:
-    """The readout of a window's last tokens, as many of each sequence as a window of the case has."""
-    offsets = workload.machine.get(window.input_row_offsets).astype(np.int64)
-    ends = offsets[1:]
-    lengths = workload.case.call.lengths
-    rows = np.concatenate([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)])
-    readout: Array = workload.machine.get(window.out)[rows]
-    return readout

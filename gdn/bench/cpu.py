@@ -29,6 +29,8 @@ _UNKNOWN_FREE_BYTES = 2 << 30
 class CpuMachine(Machine):
     """The backends `numpy` and `host`."""
 
+    loop_calls = 16
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return arrays.empty(shape, dtype, arrays.CPU)
 

@@ -12,7 +12,12 @@ from gdn.testing.buffers import Array
 
 
 class Machine(ABC):
-    """A backend together with the memory and the clock that belong to it."""
+    """A backend together with the memory and the clock that belong to it.
+
+    loop_calls: how many steps of layers a timed loop may consist of.
+    """
+
+    loop_calls: int
 
     def __init__(self, backend: str) -> None:
         """`backend` is "cuda", "host" or "numpy"."""

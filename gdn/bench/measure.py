@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gdn.bench.build import DoesNotFit, build_workload
 from gdn.bench.cases import PENDING_REGIMES, BenchCase
 from gdn.bench.check import CheckFailed, check_finite, check_workload
+from gdn.bench.loops import loop_tables
 from gdn.bench.machine import Machine
 from gdn.bench.peers.peer import Peer, PeerRefused
 from gdn.bench.timing import Spread, spread
@@ -106,12 +107,16 @@ def measure(
             return Measurement((_untimed(case, machine.backend, str(failure), failed=True),), {})
         ours = _row(workload, machine.backend, checked, timing)
         overhead = _overhead(workload) if with_overhead else {}
+    if case.loop is not None:  # other packages are timed beside single calls: they keep nothing from step to step
+        peers = ()
     theirs = tuple(_peer_row(peer, workload, ceilings, repeats) for peer in peers)
     return Measurement((ours, *theirs), overhead)
 
 
 def _timed(workload: Workload, ceilings: Ceilings, repeats: int) -> Timing:
     case, machine = workload.case, workload.machine
+    if case.loop is not None:
+        return timing_of(case, _step_of_loop(workload, repeats), {}, ceilings)
     mutates = case.regime not in ("verify", "lazy")
 
     def median_us(part: str) -> Spread:
@@ -119,6 +124,15 @@ def _timed(workload: Workload, ceilings: Ceilings, repeats: int) -> Timing:
 
     parts = {part: median_us(part).median_us for part in ("verify", "fold")} if case.regime == "step" else {}
     return timing_of(case, median_us(case.regime), parts, ceilings)
+
+
+def _step_of_loop(workload: Workload, repeats: int) -> Spread:
+    """One layer's part of a step: all timed steps of all layers as one call, divided by their number."""
+    told = loop_tables(workload.case)
+    samples = workload.machine.time_us(
+        [lambda: workload.run_loop(slice(told.first_timed, None))], repeats, workload.reset
+    )
+    return spread([sample / (told.num_timed * len(workload.sets)) for sample in samples])
 
 
 def timing_of(case: BenchCase, us: Spread, parts_us: dict[str, float], ceilings: Ceilings) -> Timing:

@@ -96,3 +96,13 @@ def with_tokens(workload: Workload, window: Window, tokens: Sequence[Array]) -> 
         input_row_offsets=machine.put(np.cumsum([0, *map(len, tokens)]).astype(np.uint32)),
         out=machine.empty((len(rows), window.out.shape[1]), window.out.dtype.name),
     )
+
+
+def last_tokens(workload: Workload, window: Window) -> Array:
+    """The readout of a window's last tokens, as many of each sequence as a window of the case has."""
+    offsets = workload.machine.get(window.input_row_offsets).astype(np.int64)
+    ends = offsets[1:]
+    lengths = workload.case.call.lengths
+    rows = np.concatenate([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)])
+    readout: Array = workload.machine.get(window.out)[rows]
+    return readout

@@ -7,10 +7,11 @@ index entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gdn.arrays import DTYPES
 from gdn.bench.cases import BenchCase
+from gdn.bench.loops import loop_tables
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RecurrenceCase
 from gdn.testing.ring_cases import RingCase
@@ -109,6 +110,26 @@ def lazy_bytes(call: RingCase, pending: int) -> int:
     return verify_bytes(call) + read + _INDEX_BYTES * 2 * len(call.lengths)
 
 
+def loop_bytes(case: BenchCase) -> tuple[float, float]:
+    """What a layer reads and writes in a step of a loop, on average over the timed steps: for rows whose state is only
+    read, and for rows whose state is folded and written.
+
+    separate: a verify, and a fold of what was accepted. Otherwise a verify of each row that reads its pending records
+    and, in the steps in which it folds them, writes its state.
+    """
+    tables, call = loop_tables(case), case.ring_call
+    timed = slice(tables.first_timed, None)
+    if case.form == "separate":
+        folds = [fold_bytes(replace(call, num_accepted=tuple(map(int, row)))) for row in tables.num_accepted[timed]]
+        return verify_bytes(call), sum(folds) / len(folds)
+    moves, counts = tables.folds[timed], tables.num_pending[timed]
+    of_a_row = lazy_bytes(call, 0) / len(call.lengths)
+    record, state = record_bytes(call.heads, call.ring_dtype), state_bytes(call.heads, call.state_dtype)
+    reading = (~moves).sum() * of_a_row + counts[~moves].sum() * record
+    updating = moves.sum() * (of_a_row + state) + counts[moves].sum() * record
+    return float(reading) / len(moves), float(updating) / len(moves)
+
+
 def _num_live(call: RingCase) -> int:
     return sum(length > 0 and _has_places(call, row) for row, length in enumerate(call.lengths))
 
@@ -118,12 +139,14 @@ def _has_places(call: RingCase, row: int) -> bool:
 
 
 def case_bytes(case: BenchCase) -> int:
-    """Bytes of one timed call of a case."""
-    return sum(_read_and_written(case))
+    """Bytes of one timed call of a case; of a loop, those of one layer's part of a step."""
+    return round(sum(_read_and_written(case)))
 
 
-def _read_and_written(case: BenchCase) -> tuple[int, int]:
+def _read_and_written(case: BenchCase) -> tuple[float, float]:
     """Bytes of the part that mostly reads (verify, lazy), and of the part that reads and writes (everything else)."""
+    if case.loop is not None:
+        return loop_bytes(case)
     if case.regime in ("decode", "prefill"):
         return 0, recurrence_bytes(case.recurrence_call)
     call = case.ring_call
@@ -139,7 +162,7 @@ def attainable_us(case: BenchCase, ceilings: Ceilings) -> float:
     """The time in which this machine moves the bytes of a case and does nothing else.
 
     What leaves the states alone (verify, lazy) is held against the read-only bandwidth, everything else against that of
-    a copy, a step against both parts.
+    a copy, a step or loop against both parts.
     """
     reading, updating = _read_and_written(case)
     return 1e-3 * (reading / ceilings.read_gb_s + updating / ceilings.copy_gb_s)

@@ -38,7 +38,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """What one timed call uses of a workload: a window for each layer, and the tables of a fold."""
+    """What one timed call uses of a workload: a window for each layer, and the tables of a fold.
+
+    For a step of a loop the layers are the sets of the rotation, which the step goes through one after the other.
+    """
 
     windows: tuple[Window, ...]
     row_ids: Any
@@ -48,7 +51,10 @@ class InputSet:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The arrays of a case on one machine. `is_cold` says whether a rotation touches more than the cache holds."""
+    """The arrays of a case on one machine.
+
+    is_cold: whether a rotation touches more than the cache holds. loop: the steps of a loop from its beginning.
+    """
 
     case: BenchCase
     machine: Machine
@@ -56,6 +62,7 @@ class Workload:
     ring: Any
     sets: tuple[InputSet, ...]
     is_cold: bool
+    loop: tuple[InputSet, ...] = ()
 
     def forward(self, window: Window, pool: Any = None) -> None:
         """Run a window plainly, on the workload's pool unless another is given."""
@@ -108,6 +115,12 @@ class Workload:
         """Verify, then fold."""
         self.verify(inputs)
         self.fold(inputs)
+
+    def run_loop(self, steps: slice) -> None:
+        """Some steps of the loop."""
+        run = self.step if self.case.form == "separate" else self.verify
+        for inputs in self.loop[steps]:
+            run(inputs)
 
     def calls(self, part: str) -> list[Call]:
         """One call for each set. `part` is a regime."""

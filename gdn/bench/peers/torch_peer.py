@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from gdn.bench.cases import PENDING_REGIMES
 from gdn.bench.peers.peer import Peer, PeerRefused
 from gdn.bench.timing import Call, Spread, spread
 from gdn.bench.workload import Window, Workload
@@ -103,6 +104,8 @@ class TorchPeer(Peer):
 
     def _run(self, workload: Workload, repeats: int) -> tuple[str, Spread, dict[str, float]]:
         case = workload.case
+        if case.regime in PENDING_REGIMES:
+            raise PeerRefused("it has no records that could be pending: hold its step against ours")
         if isinstance(case.call, RingCase) and (
             case.call.num_layers > 1 or case.call.padding or case.call.ring_padding
         ):

@@ -75,7 +75,11 @@ _POSITIVE = click.IntRange(min=1)
     help="Shares of a window that loops of step accept. Unless given: 0,0.5,1.",
 )
 @click.option(
-    "--ring-lens", multiple=True, type=Counts(), metavar="N,...", help="Records of a ring row, for lazy loops."
+    "--ring-lens",
+    multiple=True,
+    type=Counts(),
+    metavar="N,...",
+    help="Records of a ring row of lazy loops. Unless given: 8,16,32, on a CPU 8.",
 )
 @click.option("--lazy", is_flag=True, help="Time decode lazily too: windows of one token that stay pending.")
 @click.option("--layers", type=_POSITIVE, default=1, show_default=True, metavar="L", help="Layers of a fold.")
@@ -144,9 +148,9 @@ def bench(
     """Time the ops on this machine, and say how near they come to what its memory could do.
 
     Regimes: decode, verify, fold, fused (folds pending records, then verifies, in one pass), lazy (verifies behind
-    records that stay pending), step (verify and fold) and prefill; all of them unless some are named. A case is timed
-    only after it passed a check on the very arrays that are timed. Without a GPU the CPU backends are timed, with an
-    eighth of the model's heads unless heads are given.
+    records that stay pending), step (verify and fold, and steps of decode loops: separate, fused, lazy) and prefill;
+    all of them unless some are named. A case is timed only after it passed a check on the very arrays that are timed.
+    Without a GPU the CPU backends are timed, with an eighth of the model's heads unless heads are given.
     """
     if fail_above is not None and compare is None:
         raise click.UsageError("--fail-above is about the ratios of --compare FILE, which is missing")

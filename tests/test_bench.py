@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from gdn.bench.measure import measure
 from gdn.bench.peers import load_peer
 from gdn.bench.peers.flash_infer import FlashInfer
 from gdn.bench.peers.peer import Peer, PeerRefused
+from gdn.bench.peers.torch_peer import TorchPeer
 from gdn.bench.timing import Spread, spread
 from gdn.bench.traffic import (
     Ceilings,
@@ -660,6 +662,23 @@ def test_what_flashinfer_has_no_call_for_is_one_line(
     workload = build_workload(case, CpuMachine("numpy"))
     with pytest.raises(PeerRefused, match=reason):
         peer.prepare(workload)
+
+
+@pytest.mark.parametrize("regime", ["fused", "lazy"])
+def test_a_peer_without_records_is_one_line(monkeypatch: pytest.MonkeyPatch, regime: str) -> None:
+    class Other(TorchPeer):
+        name = "other"
+
+        def prepare(self, workload: Workload) -> Any:
+            raise AssertionError("prepared")
+
+    cuda = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, no_grad=nullcontext))
+    (case,) = cases(regime, cold=False)
+    ours, theirs = measure(case, CpuMachine("numpy"), CEILINGS, 3, peers=(Other(),)).rows
+    assert ours.timing is not None
+    assert (theirs.failed, theirs.timing) == (False, None)
+    assert "no records that could be pending" in str(theirs.problem)
 
 
 class _Peer(Peer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -217,8 +218,18 @@ def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
         return np.empty(shape, DTYPES[dtype])
     import cupy
 
-    with cupy.cuda.Device(int(place.removeprefix("cuda:"))):
+    with in_place(place):
         return cupy.empty(shape, DTYPES[dtype])
+
+
+def in_place(place: str) -> AbstractContextManager[Any]:
+    """Array operations in here run on the device of that place."""
+    if place == CPU:
+        return nullcontext()
+    import cupy
+
+    device: AbstractContextManager[Any] = cupy.cuda.Device(int(place.removeprefix("cuda:")))
+    return device
 
 
 def to_numpy(argument: Argument) -> np.ndarray[Any, Any]:

@@ -64,7 +64,8 @@ def folds_pending(inputs: VerifyInputs) -> np.ndarray[Any, Any]:
     if inputs.pending is None:
         return np.zeros(inputs.recurrence.batch_size, bool)
     is_another: np.ndarray[Any, Any] = slot_values(inputs.pending.ring_slot_idx) != slot_values(inputs.ring_slot_idx)
-    return is_another & has_pending(inputs.pending)
+    folds: np.ndarray[Any, Any] = is_another & has_pending(inputs.pending)
+    return folds
 
 
 def _check_not_recorded_by_others(

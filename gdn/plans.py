@@ -81,6 +81,8 @@ def keep(
             continue
         address = launch.launch.arguments[parameter]
         position, argument = arrays.get(name, (0, None))
+        if argument is None and address == 0:  # of an array that such calls leave out
+            continue
         if argument is None or address != argument.pointer:
             return
         places.append((parameter, position))

@@ -40,6 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.cuda", "gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.streamed_tile"),
     ),
     "gdn.backends.ring": ("gdn.arrays", "gdn.ring", "gdn.backends.launch"),
+    "gdn.backends.pending_windows": ("gdn.arrays", "gdn.backends.launch"),
     "gdn.backends.gated_delta_*": (
         *("gdn.errors", "gdn.arrays", "gdn.recurrence", "gdn.ring"),
         *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence", "gdn.backends.ring"),
@@ -54,6 +55,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.ops": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.recurrence", "gdn.ring"),
         *("gdn.calls", "gdn.backends", "gdn.backends.*"),
+    ),
+    "gdn.speculative": (
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.ring", "gdn.calls", "gdn.ops"),
+        *("gdn.backends", "gdn.backends.numpy", "gdn.backends.pending_windows"),
     ),
     "gdn.testing.compare": ("gdn.errors",),
     "gdn.testing.buffers": (),

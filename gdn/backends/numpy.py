@@ -6,7 +6,7 @@ order that depends on shapes and threads, and then a sequence's bits would depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +100,31 @@ def gated_delta_state_fold(inputs: FoldInputs) -> None:
     in_use = (counts_of_rows > 0) & (counts_of_rows <= ring_len(inputs.ring))
     for place in zip(*np.nonzero(in_use & (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)), strict=True):
         _fold_slot(inputs.geometry, pool, slots[place], ring[ring_rows[place], :, : counts_of_rows[place]])
+
+
+def pending_windows(
+    num_accepted: Argument | None,
+    input_row_offsets: Argument | None,
+    tables: Sequence[Argument],
+    ring_len: int,
+    *,
+    is_lazy: bool,
+) -> None:
+    """What `kernels/pending_windows.cu` says, on the tables that it changes."""
+    own, pending_rows, spare, num_pending, window_len, first_place = (table.array for table in tables)
+    if num_accepted is not None:
+        accepted = first_place + np.minimum(slot_values(num_accepted), window_len)
+        num_pending[...] = np.select([window_len == 0, window_len > ring_len], [num_pending, 0], accepted)
+    if input_row_offsets is None:
+        return
+    offsets = slot_values(input_row_offsets)
+    window_len[...] = np.maximum(np.diff(offsets), 0)
+    fits = is_lazy & (num_pending.astype(np.int64) + window_len <= ring_len)
+    moves = (num_pending > 0) & (window_len > 0) & ~fits
+    first_place[...] = np.where(moves, 0, num_pending)
+    pending_rows[...] = own
+    own[...] = np.where(moves, spare, own)
+    spare[...] = np.where(moves, pending_rows, spare)
 
 
 def _fold_slot(heads: HeadGeometry, pool: np.ndarray[Any, Any], slot: int, records: np.ndarray[Any, Any]) -> None:

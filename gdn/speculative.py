@@ -1,0 +1,195 @@
+"""Bookkeeping of pending records: which ring row each window takes, and how many records its state has yet to fold.
+
+`gdn.ops.gated_delta_recurrence_verify_ring` advances states over pending records and then runs a window, in one pass;
+what it does is decided by tables. `PendingWindows` owns these for a batch and all layers of a model, on the device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from gdn import arrays, calls
+from gdn.arrays import Argument
+from gdn.backends import numpy as numpy_backend
+from gdn.backends import pending_windows as kernel
+from gdn.calls import Checked, Ready
+from gdn.check import (
+    require_disjoint,
+    require_index,
+    require_ndim,
+    require_one_place,
+    require_shape,
+)
+from gdn.errors import DTypeError, ShapeError, rejection
+from gdn.ops import gated_delta_state_fold
+from gdn.ring import MAX_RING_LEN
+
+
+class PendingWindows:
+    """The ring rows of a batch's windows, and what is pending of them, from one step of a decode loop to the next.
+
+    ::
+
+        windows = PendingWindows(ring_rows, ring_len, lazy=True)
+        while decoding:
+            windows.begin(input_row_offsets)
+            for layer in range(num_layers):
+                gdn.ops.gated_delta_recurrence_verify_ring(
+                    ..., ring, windows.ring_slot_idx[layer],
+                    pending_ring_slot_idx=windows.pending_ring_slot_idx[layer], num_pending=windows.num_pending)
+            windows.accept(num_accepted)
+        windows.fold(recurrent_state, row_ids, ring)
+
+    Eagerly (``lazy=False``) a window takes the other one of its sequence's two ring rows whenever records are pending,
+    so that its verify folds them. With ``lazy=True`` the records stay pending as long as the window fits behind them in
+    the same ring row; only then it takes the other one. A window longer than ring_len advances the state itself, and
+    nothing is pending after it. A sequence whose window is empty keeps what it has. Plain decoding is a window of one
+    token that is always accepted.
+
+    The tables are changed in place, by one small kernel a call, on CuPy's current stream: nothing waits, and the calls
+    may be captured into a CUDA graph after each has run once.
+
+    Attributes:
+        ring_slot_idx: [num_layers, batch_size], the ring row in which each window records.
+        pending_ring_slot_idx: [num_layers, batch_size], the ring row with each sequence's pending records.
+        num_pending: [batch_size], how many there are.
+    """
+
+    def __init__(self, ring_rows: Any, ring_len: int, *, lazy: bool = False) -> None:
+        """Begin with nothing pending.
+
+        Args:
+            ring_rows: [2, num_layers, batch_size], uint32 or int32, NumPy or CuPy: the two ring rows of each sequence
+                in each layer; ``gdn.PAD_SLOT`` for padding. It is copied.
+            ring_len: RING_LEN of the ring, 1 to 64.
+            lazy: whether records stay pending while the ring row has room.
+
+        Raises:
+            ShapeError, DTypeError: an argument breaks a rule above.
+        """
+        rows = arrays.take("ring_rows", ring_rows)
+        require_index(rows)
+        require_ndim(rows, "[2, num_layers, batch_size]")
+        require_shape(rows, "[2, num_layers, batch_size]", (2, *rows.shape[1:]))
+        if not 1 <= ring_len <= MAX_RING_LEN:
+            raise ShapeError(rejection("ring_len", f"1 to {MAX_RING_LEN}", ring_len))
+        self._place = rows.place or arrays.CPU
+        self._rules = partial(_rules, ring_len, lazy)
+        with arrays.in_place(self._place):
+            self.ring_slot_idx = rows.array[0].copy()
+            self.pending_ring_slot_idx = rows.array[0].copy()
+            self._spare_ring_slot_idx = rows.array[1].copy()
+        self.num_pending, self._window_len, self._first_place = (self._new_counts(rows.shape[2:]) for _ in range(3))
+
+    def _new_counts(self, shape: tuple[int, ...]) -> Any:
+        counts = arrays.empty(shape, "uint32", self._place)
+        with arrays.in_place(self._place):
+            counts[...] = 0
+        return counts
+
+    def begin(self, input_row_offsets: Any) -> None:
+        """Say where the next windows record. Each call is followed by one of `accept`, once the windows are verified.
+
+        Args:
+            input_row_offsets: [batch_size + 1], uint32 or int32: of the windows.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: it breaks a rule above; nothing was written.
+        """
+        self._advance(None, input_row_offsets)
+
+    def accept(self, num_accepted: Any) -> None:
+        """Count the accepted records of the windows as pending.
+
+        Args:
+            num_accepted: [batch_size], uint32 or int32: accepted tokens of each window, from its first on. More than a
+                window has count as all of them. Not looked at where a window is empty, or longer than the ring.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: it breaks a rule above; nothing was written.
+        """
+        self._advance(num_accepted, None)
+
+    def fold(self, recurrent_state: Any, row_ids: Any, ring: Any) -> None:
+        """Advance the pool over all that is pending, which then is nothing; for whoever needs the states themselves.
+
+        Args:
+            recurrent_state, row_ids, ring: as in `gdn.ops.gated_delta_state_fold`.
+
+        Raises:
+            As `gdn.ops.gated_delta_state_fold`.
+        """
+        gated_delta_state_fold(recurrent_state, row_ids, ring, self.ring_slot_idx, self.num_pending)
+        with arrays.in_place(self._place):
+            self.num_pending[...] = 0
+
+    def reset(self, is_new: Any) -> None:
+        """Forget what is pending of sequences that start anew, between `accept` and `begin`.
+
+        Args:
+            is_new: [batch_size], bool, where the tables are.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: it breaks a rule above; nothing was written.
+        """
+        mask = arrays.take("is_new", is_new)
+        if mask.dtype != "bool":
+            raise DTypeError(rejection("is_new", "bool", mask.dtype))
+        require_shape(mask, "[batch_size]", self.num_pending.shape)
+        require_one_place((arrays.take("num_pending", self.num_pending), mask))
+        with arrays.in_place(self._place):
+            self.num_pending *= ~mask.array
+
+    def _advance(self, num_accepted: Any, input_row_offsets: Any) -> None:
+        calls.run(
+            self._rules,
+            num_accepted,
+            input_row_offsets,
+            self.ring_slot_idx,
+            self.pending_ring_slot_idx,
+            self._spare_ring_slot_idx,
+            self.num_pending,
+            self._window_len,
+            self._first_place,
+        )
+
+
+#: What a step of the tables changes, by the names of the kernel.
+_TABLES = (
+    *("ring_slot_idx", "pending_ring_slot_idx", "spare_ring_slot_idx"),
+    *("num_pending", "window_len", "first_place"),
+)
+
+
+def _rules(ring_len: int, lazy: bool, num_accepted: Any, input_row_offsets: Any, *tables: Any) -> Checked:
+    """The rules of a step of the tables, and what runs it."""
+    own = tuple(arrays.take(name, table) for name, table in zip(_TABLES, tables, strict=True))
+    batch_size = own[0].shape[1]
+    accepted = _given("num_accepted", num_accepted, "[batch_size]", batch_size, own)
+    offsets = _given("input_row_offsets", input_row_offsets, "[batch_size + 1]", batch_size + 1, own)
+    place = require_one_place(own)
+
+    def ready() -> Ready:
+        return Ready(
+            (accepted, offsets, *own),
+            written=own,
+            numpy_form=lambda: numpy_backend.pending_windows(accepted, offsets, own, ring_len, is_lazy=lazy),
+            launch=lambda: kernel.launch(accepted, offsets, own, ring_len, is_lazy=lazy),
+            idle=batch_size == 0,
+        )
+
+    return Checked(place, lambda: None, ready)
+
+
+def _given(name: str, value: Any, axes: str, length: int, tables: tuple[Argument, ...]) -> Argument | None:
+    """A table that the caller gives, checked; None where this step does without."""
+    if value is None:
+        return None
+    table = arrays.take(name, value)
+    require_index(table)
+    require_shape(table, axes, (length,))
+    require_one_place((tables[0], table))
+    for own in tables:
+        require_disjoint(own, (table,))
+    return table

@@ -1,0 +1,59 @@
+// pending_windows: where the next windows of a batch record, and what is pending for them, in all layers.
+//
+// For each sequence, first, where num_accepted is given, what became of the window that `begin` was told of last:
+//   num_pending = length == 0 ? num_pending : length > ring_len ? 0 : first_place + min(num_accepted, length)
+// Then, where input_row_offsets is given, with `length` its next window's: if records are pending and that window takes
+// another ring row, the two ring rows of the sequence change places in every layer, and first_place is 0, otherwise it is
+// num_pending. A window that is not empty takes another row unless `is_lazy` and num_pending + length <= ring_len.
+//
+// BLOCK      128 threads, a sequence each
+// GRID       ceil(batch_size / 128) blocks
+// SHAPES     num_accepted [batch_size] or null; input_row_offsets [batch_size + 1] or null. Dense: ring_slot_idx,
+//            pending_ring_slot_idx, spare_ring_slot_idx [num_layers, batch_size]; num_pending, window_len, first_place
+//            [batch_size]. Strides in elements.
+// MUTATES    the dense arrays
+// CALLER     guarantees that arrays do not overlap. Values may be anything; offsets that decrease are an empty window.
+
+__device__ __forceinline__ unsigned int pending_after(
+    unsigned int num_pending, unsigned int length, unsigned int first_place, unsigned int num_accepted,
+    long long ring_len) {
+    if (length == 0) return num_pending;
+    if (length > ring_len) return 0;
+    return first_place + (num_accepted < length ? num_accepted : length);
+}
+
+extern "C" __global__ void __launch_bounds__(128) pending_windows(
+    const unsigned int* __restrict__ num_accepted, long long num_accepted_stride,
+    const unsigned int* __restrict__ input_row_offsets, long long input_row_offsets_stride,
+    unsigned int* __restrict__ ring_slot_idx, unsigned int* __restrict__ pending_ring_slot_idx,
+    unsigned int* __restrict__ spare_ring_slot_idx, unsigned int* __restrict__ num_pending,
+    unsigned int* __restrict__ window_len, unsigned int* __restrict__ first_place,
+    long long num_layers, long long batch_size, long long ring_len, long long is_lazy) {
+    const long long sequence = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (sequence >= batch_size) return;
+    unsigned int pending = num_pending[sequence];
+    if (num_accepted != nullptr)
+        pending = pending_after(pending, window_len[sequence], first_place[sequence],
+                                num_accepted[sequence * num_accepted_stride], ring_len);
+    num_pending[sequence] = pending;
+    if (input_row_offsets == nullptr) return;
+
+    const unsigned int* const offset = input_row_offsets + sequence * input_row_offsets_stride;
+    const unsigned int begin = offset[0];
+    const unsigned int end = offset[input_row_offsets_stride];
+    const unsigned int length = end > begin ? end - begin : 0;
+    const bool fits = is_lazy != 0 && static_cast<long long>(pending) + length <= ring_len;
+    const bool moves = pending > 0 && length > 0 && !fits;
+    window_len[sequence] = length;
+    first_place[sequence] = moves ? 0 : pending;
+    for (long long layer = 0; layer < num_layers; ++layer) {
+        const long long at = layer * batch_size + sequence;
+        const unsigned int own = ring_slot_idx[at];
+        const unsigned int spare = spare_ring_slot_idx[at];
+        pending_ring_slot_idx[at] = own;
+        if (moves) {
+            ring_slot_idx[at] = spare;
+            spare_ring_slot_idx[at] = own;
+        }
+    }
+}

@@ -1,0 +1,268 @@
+"""`gdn.speculative.PendingWindows`: its tables against a plain model, and whole decode loops that it leads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gdn
+from gdn import ops
+from gdn.geometry import HeadGeometry
+from gdn.speculative import PendingWindows
+from gdn.testing import assert_passed, bitwise, same_bytes
+from gdn.testing.buffers import Array
+from gdn.testing.cases import RecurrenceArrays, RecurrenceCase, build_arrays
+from gdn.testing.execute import on_backend
+from gdn.testing.ring_device import Device
+
+PAD = gdn.PAD_SLOT
+
+
+@dataclass
+class Sequence:
+    """What one sequence goes through, in words: its two ring rows, the current one first."""
+
+    rows: list[int]
+    ring_len: int
+    lazy: bool
+    pending: int = 0
+    length: int = 0
+    first_place: int = 0
+    pending_row: int = field(default=0)
+
+    def begin(self, length: int) -> None:
+        self.pending_row, self.length, self.first_place = self.rows[0], length, self.pending
+        has_room = self.lazy and self.pending + length <= self.ring_len
+        if self.pending and length and not has_room:
+            self.rows.reverse()
+            self.first_place = 0
+
+    def accept(self, count: int) -> None:
+        if self.length > self.ring_len:
+            self.pending = 0
+        elif self.length:
+            self.pending = self.first_place + min(count, self.length)
+
+
+def offsets_of(lengths: Array, dtype: str = "uint32") -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(dtype)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("index_dtype", ["uint32", "int32"])
+def test_tables_are_those_of_the_model(backend: str, lazy: bool, index_dtype: str) -> None:
+    random = np.random.default_rng(7)
+    device = Device(backend)
+    for ring_len, num_layers, batch_size in ((1, 1, 1), (4, 3, 5), (16, 2, 200)):
+        rows = random.permutation(2 * num_layers * batch_size).reshape(2, num_layers, batch_size)
+        windows = PendingWindows(device.put(rows.astype(index_dtype)), ring_len, lazy=lazy)
+        model = [
+            [Sequence([*rows[:, layer, b]], ring_len, lazy) for b in range(batch_size)] for layer in range(num_layers)
+        ]
+        for _ in range(25):
+            lengths = random.integers(0, ring_len + 2, batch_size)
+            counts = random.integers(0, ring_len + 3, batch_size)
+            with on_backend(backend):
+                windows.begin(device.put(offsets_of(lengths, index_dtype)))
+            for layer in model:
+                for sequence, length in zip(layer, lengths, strict=True):
+                    sequence.begin(int(length))
+            assert device.get(windows.ring_slot_idx).tolist() == [[s.rows[0] for s in layer] for layer in model]
+            assert device.get(windows.pending_ring_slot_idx).tolist() == [
+                [s.pending_row for s in layer] for layer in model
+            ]
+            assert device.get(windows.num_pending).tolist() == [s.pending for s in model[0]]
+            with on_backend(backend):
+                windows.accept(device.put(counts.astype(index_dtype)))
+            for layer in model:
+                for sequence, count in zip(layer, counts, strict=True):
+                    sequence.accept(int(count))
+        assert device.get(windows.num_pending).tolist() == [s.pending for s in model[0]]
+
+
+class Loop:
+    """A decode loop of some layers on one backend, and the streams of tokens that it decodes."""
+
+    def __init__(self, backend: str, ring_len: int, lazy: bool, state_dtype: str = "float32") -> None:
+        self.device, self.ring_len, heads = Device(backend), ring_len, HeadGeometry(1, 2, 16, 16)
+        self.num_layers, self.batch_size, capacity = 2, 4, 200
+        self.tokens: list[RecurrenceArrays] = [
+            build_arrays(RecurrenceCase("loop", heads, (capacity,) * 4, state_dtype=state_dtype, seed=layer))
+            for layer in range(2)
+        ]
+        put = self.device.put
+        slots = np.arange(8, dtype=np.uint32).reshape(2, 4)[:, ::-1].copy()
+        slots[:, 1] = PAD  # a padding row
+        rows = np.random.default_rng(0).permutation(16).reshape(2, 2, 4).astype(np.uint32)
+        rows[:, :, 1] = PAD
+        shape = (8, heads.num_value_heads, heads.key_head_dim, heads.value_head_dim)
+        self.start = np.random.default_rng(1).standard_normal(shape).astype(self.tokens[0].recurrent_state.dtype)
+        self.slots, self.row_ids = slots, put(slots)
+        self.pool = put(self.start)
+        self.ring = put(np.full((16, 1, ring_len, heads.record_elements + 2), np.nan, np.float32))
+        self.windows = PendingWindows(put(rows), ring_len, lazy=lazy)
+        self.position = np.zeros(4, np.int64)
+
+    def piece(self, layer: int, lengths: Array) -> RecurrenceArrays:
+        """The next tokens of every sequence."""
+        tokens = self.tokens[layer]
+        starts = tokens.input_row_offsets[:-1].astype(np.int64) + self.position
+        rows = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        return RecurrenceArrays(
+            tokens.qkv_conv_output[rows],
+            tokens.decay_per_token[rows],
+            tokens.beta_per_token[rows],
+            self.start,
+            self.slots[layer],
+            offsets_of(lengths),
+        )
+
+    def step(self, lengths: Array, accepted: Array) -> list[Array]:
+        """Verify windows in all layers and accept some of their tokens; returns the readouts."""
+        put, windows, backend = self.device.put, self.windows, self.device.backend
+        with on_backend(backend):
+            windows.begin(put(offsets_of(lengths)))
+            readouts = [
+                ops.gated_delta_recurrence_verify_ring(
+                    *(put(array) for array in self.piece(layer, lengths).as_tuple()[:3]),
+                    self.pool,
+                    self.row_ids[layer],
+                    put(offsets_of(lengths)),
+                    self.ring,
+                    windows.ring_slot_idx[layer],
+                    pending_ring_slot_idx=windows.pending_ring_slot_idx[layer],
+                    num_pending=windows.num_pending,
+                )
+                for layer in range(2)
+            ]
+            windows.accept(put(accepted.astype(np.uint32)))
+        self.position += accepted
+        return [self.device.get(readout) for readout in readouts]
+
+    def plain_pool(self) -> Array:
+        """The states of plain forward calls over all accepted tokens."""
+        counts, self.position = self.position, np.zeros(4, np.int64)
+        pool = self.device.put(self.start)
+        for layer in range(2):
+            self.device.forward(self.piece(layer, counts), pool)
+        return self.device.get(pool)
+
+    def fold(self) -> Array:
+        with on_backend(self.device.backend):
+            self.windows.fold(self.pool, self.row_ids, self.ring)
+        return self.device.get(self.pool)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("ring_len", [1, 4, 16])
+def test_a_decode_loop_ends_in_the_states_of_plain_decoding(backend: str, ring_len: int, lazy: bool) -> None:
+    loop = Loop(backend, ring_len, lazy)
+    random = np.random.default_rng(ring_len)
+    stored, before = 0, loop.device.get(loop.pool)
+    for _ in range(20):
+        lengths = random.integers(0, min(ring_len, 5) + 2, 4)
+        accepted = np.where(lengths > ring_len, lengths, random.integers(0, lengths + 1))
+        loop.step(lengths, accepted)
+        stored += not np.array_equal(before, loop.device.get(loop.pool))
+        before = loop.device.get(loop.pool)
+    assert_passed(bitwise(loop.fold(), loop.plain_pool(), "pool after the loop"))
+    assert loop.device.get(loop.windows.num_pending).tolist() == [0] * 4
+    assert stored > 0
+    if lazy and ring_len == 16:
+        assert stored < 16, "records stay pending over several steps"
+
+
+def test_lazy_plain_decoding_stores_a_state_once_a_ring(backend: str) -> None:
+    loop = Loop(backend, ring_len=8, lazy=True)
+    ones = np.ones(4, np.int64)
+    changes = []
+    for _ in range(24):
+        before = loop.device.get(loop.pool)
+        loop.step(ones, ones)
+        changes.append(not np.array_equal(before, loop.device.get(loop.pool)))
+    assert changes == [step % 8 == 0 and step > 0 for step in range(24)]
+    assert_passed(bitwise(loop.fold(), loop.plain_pool(), "pool after the loop"))
+
+
+def test_a_new_sequence_begins_with_nothing_pending(backend: str) -> None:
+    loop = Loop(backend, ring_len=8, lazy=True)
+    lengths = np.full(4, 3)
+    loop.step(lengths, lengths)
+    assert loop.device.get(loop.windows.num_pending).tolist() == [3] * 4
+    loop.windows.reset(loop.device.put(np.array([True, False, False, True])))
+    assert loop.device.get(loop.windows.num_pending).tolist() == [0, 3, 3, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_captured_step_is_replayed(lazy: bool) -> None:
+    import cupy
+
+    loops = [Loop("cuda", 8, lazy), Loop("cuda", 8, lazy)]
+    lengths, accepted = cupy.zeros(5, cupy.uint32), cupy.zeros(4, cupy.uint32)
+    graphed = loops[0].windows
+    random = np.random.default_rng(3)
+    for windows in (
+        PendingWindows(cupy.zeros((2, 2, 4), cupy.uint32), 8, lazy=lazy),
+        graphed,
+    ):  # the first one compiles
+        windows.begin(lengths)
+        windows.accept(accepted)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        graphed.begin(lengths)
+        graphed.accept(accepted)
+        graph = stream.end_capture()
+    for _ in range(12):
+        window, counts = random.integers(0, 6, 4), random.integers(0, 6, 4).astype(np.uint32)
+        lengths.set(offsets_of(window))
+        accepted.set(counts)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        loops[1].windows.begin(cupy.asarray(offsets_of(window)))
+        loops[1].windows.accept(cupy.asarray(counts))
+        for name in ("ring_slot_idx", "pending_ring_slot_idx", "num_pending"):
+            replayed, called = (getattr(loop.windows, name).get() for loop in loops)
+            assert_passed(same_bytes(replayed, called, name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((np.zeros((2, 3), np.uint32), 4), "ring_rows: expected shape"),
+        ((np.zeros((3, 3, 2), np.uint32), 4), "ring_rows: expected shape"),
+        ((np.zeros((2, 3, 2), np.int64), 4), "ring_rows: expected uint32 or int32"),
+        ((np.zeros((2, 3, 2), np.uint32), 0), "ring_len: expected 1 to 64, got 0"),
+        ((np.zeros((2, 3, 2), np.uint32), 65), "ring_len: expected 1 to 64, got 65"),
+    ],
+)
+def test_a_wrong_beginning_is_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(gdn.GdnError, match=words):
+        PendingWindows(*arguments)
+
+
+def test_wrong_tables_change_nothing(cpu_backend: str) -> None:
+    windows = PendingWindows(np.arange(12, dtype=np.uint32).reshape(2, 3, 2), 4)
+    windows.begin(np.array([0, 2, 4], np.uint32))
+    windows.accept(np.array([1, 2], np.uint32))
+    tables = (windows.ring_slot_idx, windows.pending_ring_slot_idx, windows.num_pending)
+    before = [table.copy() for table in tables]
+    refused = [
+        (windows.begin, np.array([0, 2], np.uint32), "input_row_offsets: expected shape"),
+        (windows.begin, np.array([0, 2, 4], np.int64), "input_row_offsets: expected uint32 or int32"),
+        (windows.accept, np.array([1, 2, 3], np.uint32), "num_accepted: expected shape"),
+        (windows.accept, np.array([1.0, 2.0], np.float32), "num_accepted: expected uint32 or int32"),
+        (windows.accept, windows.num_pending, "num_pending: expected memory of its own, apart from num_accepted"),
+        (windows.reset, np.array([1, 0], np.uint32), "is_new: expected bool"),
+        (windows.reset, np.array([True]), "is_new: expected shape"),
+    ]
+    for call, given, words in refused:
+        with pytest.raises(gdn.GdnError, match=words), on_backend(cpu_backend):
+            call(given)
+    for table, kept in zip(tables, before, strict=True):
+        assert_passed(same_bytes(table, kept, "table"))

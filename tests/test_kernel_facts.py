@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import KERNEL_TYPE
 from gdn.backends.streamed_tile import streamed_tiles
 from gdn.recurrence import recurrence_inputs
+from gdn.ring import Pending
 
 KERNELS = Path(gdn.__file__).parents[1] / "kernels"
 
@@ -38,13 +40,22 @@ KINDS = {"long long": "int64", "unsigned int": "uint32"}
 def test_declared_parameters_are_those_of_the_source(stem: str) -> None:
     text = (KERNELS / f"{stem}.cu").read_text(encoding="utf-8")
     (signature,) = re.findall(rf'extern "C" __global__ void __launch_bounds__\([^)]*\) {stem}\(([^)]*)\)', text)
-    compiled = []
+    always, *optional = re.split(r"#if HAS_PENDING\n|#endif\n", signature)
+    module = import_module(f"gdn.backends.{stem}")
+    assert list(module.KERNEL.parameters) == parameters_in(always)
+    assert module.KERNEL.stem == stem
+    if optional:
+        assert list(module.KERNEL_WITH_PENDING.parameters) == parameters_in(always + optional[0])
+        assert module.KERNEL_WITH_PENDING.stem == stem
+    assert bool(optional) == hasattr(module, "KERNEL_WITH_PENDING")
+
+
+def parameters_in(signature: str) -> list[tuple[str, str]]:
+    parameters = []
     for parameter in signature.split(","):
         kind, name = parameter.rsplit(maxsplit=1)
-        compiled.append((name, "pointer" if "*" in kind else KINDS[kind.strip()]))
-    kernel = import_module(f"gdn.backends.{stem}").KERNEL
-    assert kernel.stem == stem
-    assert list(kernel.parameters) == compiled
+        parameters.append((name, "pointer" if "*" in kind else KINDS[kind.strip()]))
+    return parameters
 
 
 def test_kernels_include_nothing_of_the_system() -> None:
@@ -65,8 +76,11 @@ def test_every_macro_is_used_and_explained(family: str) -> None:
     source = launch.source("gated_delta_recurrence_fwd.cu")
     out = describe("out", SimpleNamespace(shape=(4, 32), dtype=DTYPES["float32"]))
     tile = row_tile.nearest_row_tile(16, 16, 4) if family == "block" else streamed_tiles(16, 16, 4)[0]
-    macros = dict(fwd_kernel.variant(inputs, out, tile).macros)
-    assert ("SHARED_BYTES" in macros) == (family == "stream")
+    tile = tile if family == "block" else replace(tile, records_per_warp=1)
+    ring = describe("ring", SimpleNamespace(shape=(1, 1, 4, 66), dtype=DTYPES["float32"]))
+    table = describe("table", SimpleNamespace(shape=(1,), dtype=DTYPES["uint32"]))
+    macros = dict(fwd_kernel.variant(inputs, out, tile, Pending(ring, table, table)).macros)
+    assert ("SHARED_BYTES" in macros) == ("RECORDS_PER_WARP" in macros) == (family == "stream")
     for name in macros:
         assert re.search(rf"^// .*\b{name}\b", source, re.MULTILINE), name
         assert re.search(rf"^(?!//).*\b{name}\b", source, re.MULTILINE), name

@@ -84,9 +84,11 @@ class BoundCall:
 
     def keep_plan(self, kind: Hashable, given: Sequence[Any]) -> None:
         """Make a plan of this call, which is of this kind and was given these arrays."""
-        if isinstance(self._run, cuda.ReadyLaunch):
-            pairs = zip(given, self._ready.arguments, strict=True)
-            arguments = [None if value is None else argument for value, argument in pairs]
+        arguments = self._ready.arguments
+        makes_a_readout = any(
+            value is None and argument is not None for value, argument in zip(given, arguments, strict=True)
+        )
+        if isinstance(self._run, cuda.ReadyLaunch) and not makes_a_readout:
             plans.keep(kind, self._run, arguments, self._ready.written)
 
 

@@ -62,8 +62,8 @@ FAULTS: dict[str, Fault] = {
         WINDOW,
         (
             (
-                "work.key_head, record_stride),\n                record_stride,",
-                "work.key_head, record_stride), record_stride - 1,",
+                "first_place * record_stride,\n                record_stride,",
+                "first_place * record_stride, record_stride - 1,",
             ),
         ),
         {"oracle", "E2", "hands off"},
@@ -116,12 +116,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "pool written by verify": (
         BLOCK,
-        (("if (!window.is_recorded) store_state", "store_state"),),
+        (("&& !window.is_recorded) store_state", ") store_state"),),
         {"oracle", "E2", "hands off"},
     ),
     "long row not written": (
         BLOCK,
-        (("if (!window.is_recorded) store_state", "if (window.record_stride == 0) store_state"),),
+        (("&& !window.is_recorded) store_state", "&& window.record_stride == 0) store_state"),),
         {"oracle", "hands off"},
     ),
     "long row recorded": (
@@ -154,7 +154,7 @@ FAULTS: dict[str, Fault] = {
         RECURRENCE,
         (
             (
-                "live_slot(batch, entries) >= 0 && records.has_place(records.place_bits(sequence));",
+                "live_slot(batch, entries) >= 0 && records.has_place(records.entries(sequence));",
                 "live_slot(batch, entries) >= 0;",
             ),
         ),

@@ -165,12 +165,12 @@ FORWARD_FAULTS: dict[str, Fault] = {
     "chunks of a window overlap": (
         BULK,
         WORK,
-        (("result.token += CHUNK_TOKENS;", "result.token += CHUNK_TOKENS - 1;"),),
+        (("chunk.ends_records() ? CHUNK_TOKENS : 0;", "CHUNK_TOKENS - 1;"),),
     ),
     "window of exactly one chunk": (
         COPIES,
         WORK,
-        (("return end - token <= CHUNK_TOKENS;", "return end - token < CHUNK_TOKENS;"),),
+        (("ends_records() && end - token <= CHUNK_TOKENS;", "ends_records() && end - token < CHUNK_TOKENS;"),),
     ),
     "jobs passed over by long windows": (
         BULK,
@@ -272,7 +272,7 @@ VERIFY_FAULTS: dict[str, Fault] = {
     "ring rows of the first sequence": (
         COPIES,
         WORK,
-        (("records.request_place(sequence,", "records.request_place(0,"),),
+        (("records.request(sequence,", "records.request(0,"),),
     ),
 }
 

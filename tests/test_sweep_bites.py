@@ -132,8 +132,8 @@ BROKEN_ARITHMETIC = {
         "stream",
         STREAM,
         (
-            "store_state(state, pool.lane(chunk.slot,",
-            "store_state(state, pool.lane((chunk.slot + 1) % batch.max_slots,",
+            "return pool.lane(chunk.slot,",
+            "return pool.lane((chunk.slot + 1) % batch.max_slots,",
         ),
     ),
     "rows left as they were": ("block", ROWS, ("owned[threadIdx.x] = 0;", "owned[threadIdx.x] = ~0u;")),
@@ -163,7 +163,7 @@ def test_an_empty_sequence_whose_slot_is_stored_again(edit: Callable[..., None])
             for (int column = 0; column < COLUMNS_PER_LANE; ++column) halved[row][column] *= 0.5f;
         return store_state(halved, idle);
     }"""
-    edit(BLOCK, ("if (slot < 0 || !records.has_place(place_bits) || rows.begin >= rows.end) return;", stored_again))
+    edit(BLOCK, ("if (slot < 0 || !records.has_place(record_entries) || !has_work) return;", stored_again))
     case = RECURRENCE_CASES["empty_sequences"]
     assert "untouched" in failed_checks(sweep(case, "host", maps_of(case)["block"]))
 

@@ -14,8 +14,9 @@ constexpr int CHUNK_RECORDS = STREAMED_WARPS * RECORDS_PER_WARP;
 template <int COUNT, int RUN, int GAP>
 __device__ __forceinline__ void request_elements(RING_TYPE* shared, const RING_TYPE* global) {
     constexpr int WIDTH = RING_IS_PACKED ? COPY_BYTES / sizeof(RING_TYPE) : 1;
+    constexpr int UNROLL = RING_IS_PACKED ? COUNT / (32 * WIDTH) + 1 : 1;  // many addresses would take many registers
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    #pragma unroll
+    #pragma unroll UNROLL
     for (int first = 0; first < COUNT; first += 32 * WIDTH) {
         const int element = first + lane * WIDTH;
         if (first + 32 * WIDTH > COUNT && element >= COUNT) continue;
@@ -50,28 +51,19 @@ struct alignas(16) StagedRecord {
         }
     }
 
-    // What a lane needs of it beside the key: read a record ahead, since everything waits for the decay.
-    struct Factors {
-        Run<RING_TYPE, COLUMNS_PER_LANE, true> delta;  // of the lane's columns
-        RING_TYPE decay;
-    };
-    __device__ __forceinline__ Factors factors(int first_column) const {
-        Factors result;
-        result.delta.load(delta + first_column, 1);
-        result.decay = decay;
-        return result;
-    }
-
-    // Advance the lane's share of the state. FOLDS: this is the last record before the state is rounded to its type in the
-    // pool; there lies the lane's share of it, if it is to be stored.
+    // Advance the share of the state of a lane that holds columns from `first_column` of the block on. `stored_decay` is
+    // the record's, read ahead since everything waits for it. FOLDS: this is the last record before the state is rounded to
+    // its type in the pool; there lies the lane's share of it, if it is to be stored.
     template <bool FOLDS>
     __device__ __forceinline__ void apply(
-        LaneState& state, const Factors& factors, int row_group, STATE_TYPE* pool) const {
+        LaneState& state, RING_TYPE stored_decay, int row_group, int first_column, STATE_TYPE* pool) const {
+        Run<RING_TYPE, COLUMNS_PER_LANE, true> stored_delta;
+        stored_delta.load(delta + first_column, 1);
         float delta_factors[COLUMNS_PER_LANE];
         #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta_factors[column] = factors.delta[column];
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) delta_factors[column] = stored_delta[column];
         apply_rows<FOLDS, 0>(
-            state, key + row_group * (ROWS_PER_LANE + GAP), delta_factors, to_float(factors.decay), pool);
+            state, key + row_group * (ROWS_PER_LANE + GAP), delta_factors, to_float(stored_decay), pool);
     }
 
 private:
@@ -127,16 +119,16 @@ struct RecordStage {
         const int first_column = static_cast<int>(threadIdx.x) / 32 * TILE_COLUMNS + lane_place().first_column;
         const PendingWindow pending = batch_records.pending_window(chunk.work, chunk.entries);
         const bool folds = chunk.ends_records() && pending.is_folded;
-        StagedRecord::Factors next = records[buffer][0].factors(first_column);
+        RING_TYPE next_decay = records[buffer][0].decay;
         for (int i = 0; i < num_records - (folds ? 1 : 0); ++i) {
-            const StagedRecord::Factors factors = next;
-            next = records[buffer][i + 1 < num_records ? i + 1 : i].factors(first_column);
-            records[buffer][i].template apply<false>(state, factors, row_group, nullptr);
+            const RING_TYPE decay = next_decay;
+            next_decay = records[buffer][i + 1 < num_records ? i + 1 : i].decay;
+            records[buffer][i].template apply<false>(state, decay, row_group, first_column, nullptr);
         }
         if (!folds) return;
         const bool is_stored_later = chunk.begin < chunk.end && !chunk.window(batch_records).is_recorded;
         records[buffer][num_records - 1].template apply<true>(
-            state, next, row_group, is_stored_later ? nullptr : pool(chunk));
+            state, next_decay, row_group, first_column, is_stored_later ? nullptr : pool(chunk));
     }
 };
 

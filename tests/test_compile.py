@@ -24,12 +24,18 @@ from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile
-from gdn.backends.streamed_tile import FEW_STREAMED_HEADS, LONG_ROW_TOKENS, streamed_tile_for, streamed_tiles
+from gdn.backends.streamed_tile import (
+    FEW_STREAMED_HEADS,
+    LONG_ROW_TOKENS,
+    streamed_tile_for,
+    streamed_tiles,
+    tiles_with_records,
+)
 from gdn.errors import KernelCompileError
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
 from gdn.recurrence import recurrence_inputs
-from gdn.ring import fold_inputs, verify_inputs
+from gdn.ring import fold_inputs, pending_inputs, verify_inputs
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 FLOATS = ("float32", "bfloat16", "float16")
@@ -74,10 +80,11 @@ def variant_of(
     tile: RowTile | None = None,
     batch_size: int = 100,
     ring: SimpleNamespace | None = None,
+    pending: str | None = None,
 ) -> Variant:
     """The variant of a call with these head sizes and types, made from shapes alone: single tokens, two value heads.
 
-    That of the forward op, with a ring that of the verify.
+    That of the forward op, with a ring that of the verify; pending: of the op, "fwd" or "verify", with pending records.
     """
     key_head_dim, value_head_dim = sizes
     gate, table = shape_of((batch_size, 2), gate_dtype), shape_of((batch_size,), "uint32")
@@ -89,7 +96,11 @@ def variant_of(
         *(table, shape_of((batch_size + 1,), "uint32")),
     )
     out = describe("out", shape_of((batch_size, 2 * value_head_dim), out_dtype or work_dtype))
-    tile = tile or recurrence_launch.row_tile(inputs)
+    tile = tile or recurrence_launch.row_tile(inputs, out, ring.shape[2] if ring and pending else 0)
+    if pending == "fwd":
+        return fwd_kernel.variant(inputs, out, tile, pending_inputs(describe, inputs, ring, table, table))
+    if pending == "verify":
+        return verify_kernel.variant(verify_inputs(describe, inputs, ring, table, table, table), out, tile)
     if ring is not None:
         return verify_kernel.variant(verify_inputs(describe, inputs, ring, table), out, tile)
     return fwd_kernel.variant(inputs, out, tile)
@@ -181,6 +192,47 @@ def covering_groups() -> Iterator[Group]:
         for sizes, ring_len in product(RING_SIZES, RING_LENS)
     )
     yield from stream_groups(covering_streams())
+    yield from pending_groups(covering_pending())
+
+
+#: Head sizes, ring length and map of a call with pending records.
+PendingCall = tuple[tuple[int, int], int, RowTile, int]
+
+
+def covering_pending() -> Iterator[PendingCall]:
+    """Every key head size that streams with its first map, others with a block's; models on every architecture."""
+    for key_head_dim, value_head_dim in zip(HEAD_DIMS, cycle(STREAMED_VALUE_HEAD_DIMS), strict=False):
+        itemsize, ring_len = (4, 16) if key_head_dim % 32 == 0 else (2, 4)
+        sizes = key_head_dim, value_head_dim
+        streams = tiles_with_records(*sizes, itemsize, ring_len)
+        yield sizes, ring_len, (*streams, row_tile.nearest_row_tile(*sizes, itemsize))[0], itemsize
+    for heads, itemsize in product(dict.fromkeys(MODELS.values()), (2, 4)):
+        sizes = heads.key_head_dim, heads.value_head_dim
+        for tile in (tiles_with_records(*sizes, itemsize, 8)[0], row_tile.nearest_row_tile(*sizes, itemsize)):
+            yield from [(sizes, 8, tile, itemsize)] * len(ARCHITECTURES)
+
+
+def all_pending() -> Iterator[PendingCall]:
+    """Every map of every key head size, those of a block among them."""
+    for key_head_dim, itemsize, ring_len in product(HEAD_DIMS, (4, 2), (4, 16)):
+        for value_head_dim in STREAMED_VALUE_HEAD_DIMS:
+            sizes = key_head_dim, value_head_dim
+            blocks = (row_tile.nearest_row_tile(*sizes, itemsize, *size) for size in ((64, 128), (32, 64), (16, 32)))
+            for tile in (*tiles_with_records(*sizes, itemsize, ring_len), *blocks):
+                yield sizes, ring_len, tile, itemsize
+
+
+def pending_groups(pending_calls: Iterable[PendingCall]) -> Iterator[Group]:
+    """Each of the calls with types, op, alignment of records and architecture in turn."""
+    types = {4: cycle((work, "float32") for work in FLOATS), 2: cycle(product(FLOATS, FLOATS[1:]))}
+    in_turn = zip(cycle(ARCHITECTURES), cycle(("verify", "fwd", "verify")), cycle((0, 1, 0, 0, 1)), strict=False)
+    groups: dict[str, list[Variant]] = {architecture: [] for architecture in ARCHITECTURES}
+    for (sizes, ring_len, tile, itemsize), (architecture, op, odd) in zip(pending_calls, in_turn, strict=False):
+        ring = ring_of(sizes, ring_len + odd, "float32")
+        types_of_call = next(types[itemsize])
+        groups[architecture].append(variant_of(sizes, *types_of_call, tile=tile, ring=ring, pending=op))
+    for architecture, variants in groups.items():
+        yield "pending", architecture, distinct(variants)
 
 
 def ring_groups(calls: Iterable[tuple[tuple[int, int], str, str, int, int]]) -> Iterator[Group]:
@@ -259,6 +311,7 @@ def all_groups() -> Iterator[Group]:
         yield from spread(f"thread maps of KEY_HEAD_DIM {key_head_dim}", variants)
     yield from ring_groups(product(RING_SIZES, FLOATS, FLOATS, RING_LENS, (1, 100)))
     yield from stream_groups(all_streams())
+    yield from pending_groups(all_pending())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -331,6 +384,25 @@ def test_the_covering_set_covers_streams() -> None:
         assert {dict(variant.macros)["ROW_GROUPS"] for variant in by_kernel} >= {"4", "8", "16"}
         for architecture in ARCHITECTURES:
             assert any(variant in by_kernel for _, each, group in groups if each == architecture for variant in group)
+
+
+def test_the_covering_set_covers_pending_records() -> None:
+    groups = [group for group in covering_groups() if group[0] == "pending"]
+    assert {architecture for _, architecture, _ in groups} == set(ARCHITECTURES)
+    variants = [variant for _, _, group in groups for variant in group]
+    macros = [dict(variant.macros) for variant in variants]
+    assert {each["HAS_PENDING"] for each in macros} == {"1"}
+    assert {int(each["KEY_HEAD_DIM"]) for each in macros} == set(HEAD_DIMS)
+    assert {each["RING_IS_PACKED"] for each in macros} == {"true", "false"}
+    assert {each.get("RECORDS_PER_WARP") for each in macros} == {None, "1", "2"}
+    for kernel in (fwd_kernel, verify_kernel):
+        for architecture in ARCHITECTURES:
+            assert any(
+                variant.kernel == kernel.KERNEL_WITH_PENDING
+                for _, each, group in groups
+                if each == architecture
+                for variant in group
+            )
 
 
 def test_variants_of_one_thread_map_count_once() -> None:

@@ -41,9 +41,7 @@ def is_noticed(case: RingCase, tile: RowTile) -> bool:
 
 
 def test_a_window_takes_several_chunks_of_records() -> None:
-    (tile,) = (
-        each for each in tiles_with_records(*SIZES, 4, 16) if replace(each, records_per_warp=0) == TILES["stream"]
-    )
+    (tile,) = (each for each in tiles_with_records(*SIZES, 4, 16) if each.holds_state_as(TILES["stream"]))
     assert 1 <= tile.records_per_warp * tile.streamed_warps < 13
 
 
@@ -67,9 +65,9 @@ FAULTS: dict[str, Fault] = {
         *("stream", CASE, RECORDS),
         ("records[buffer][i].template apply<false>", "records[buffer][0].template apply<false>"),
     ),
-    "factors of the record before": (
+    "decay of the record before": (
         *("stream", CASE, RECORDS),
-        ("records[buffer][i + 1 < num_records ? i + 1 : i]", "records[buffer][i]"),
+        ("records[buffer][i + 1 < num_records ? i + 1 : i].decay", "records[buffer][i].decay"),
     ),
     "records from the first one in every chunk": (
         *("stream", CASE, RECORDS),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from gdn.geometry import HeadGeometry
@@ -57,6 +57,10 @@ class RowTile:
     def threads(self) -> int:
         """Threads of a block; at least one warp."""
         return self.streamed_warps * WARP or max(WARP, self.row_groups * self.lanes_per_row)
+
+    def holds_state_as(self, other: RowTile) -> bool:
+        """Whether threads hold the same parts of the state, however many tokens and records they make ready."""
+        return replace(self, tokens_per_warp=other.tokens_per_warp, records_per_warp=other.records_per_warp) == other
 
     def elements_per_lane(self, key_head_dim: int) -> int:
         """State elements that one thread holds."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 from gdn.backends.row_tile import WARP, RowTile, forced, num_chains
 from gdn.geometry import HeadGeometry
@@ -17,6 +18,8 @@ from gdn.geometry import HeadGeometry
 MAX_STREAMED_ELEMENTS = 128
 #: ... and those together with the values of the tokens that it makes ready: one more and some variant spills.
 MAX_STREAMED_VALUES = 188
+#: ... in calls with pending records.
+MAX_VALUES_WITH_RECORDS = 174
 #: ... and key head sizes, with the row groups, that spill all the same on sm_80 with four tokens a warp, not with two.
 _FEW_TOKENS = ((176, 8), (240, 16))
 #: Shared memory that a block may ask for on every architecture that is served, beside a few bytes of its own variables.
@@ -88,7 +91,7 @@ def streamed_tile_for(
     tiles = tiles_with_records(*sizes, pending_ring_len) if pending_ring_len else streamed_tiles(*sizes)
     wanted = forced()
     if wanted is not None:
-        return next((tile for tile in tiles if replace(tile, records_per_warp=0) == wanted), None)
+        return next((tile for tile in tiles if tile.holds_state_as(wanted)), None)
     num_heads = batch_size * heads.num_value_heads
     # Pending records count as tokens, but how many there are is known on the device alone.
     is_short = total_seq_len < MIN_STREAMED_TOKENS * batch_size
@@ -104,18 +107,21 @@ def streamed_tile_for(
 def tiles_with_records(
     key_head_dim: int, value_head_dim: int, state_itemsize: int, ring_len: int
 ) -> tuple[RowTile, ...]:
-    """The maps for calls with pending records: as many at a time as a ring row and shared memory hold."""
+    """The maps for calls with pending records: as many records and tokens at a time as there is room for."""
 
     def widened(tile: RowTile) -> Iterator[RowTile]:
         most = min(_MAX_RECORDS_PER_WARP, -(-ring_len // tile.streamed_warps))
-        for count in range(most, 0, -1):
-            candidate = replace(tile, records_per_warp=count)
-            if candidate.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES:
+        for records, tokens in product(range(most, 0, -1), range(tile.tokens_per_warp, 0, -1)):
+            candidate = replace(tile, records_per_warp=records, tokens_per_warp=tokens)
+            if (
+                candidate.shared_bytes(key_head_dim, state_itemsize) <= MAX_LAUNCH_SHARED_BYTES
+                and streamed_values(candidate, key_head_dim) <= MAX_VALUES_WITH_RECORDS
+            ):
                 yield candidate
                 return
 
     tiles = streamed_tiles(key_head_dim, value_head_dim, state_itemsize)
-    return tuple(candidate for tile in tiles for candidate in widened(tile))
+    return tuple(dict.fromkeys(candidate for tile in tiles for candidate in widened(tile)))
 
 
 def streamed_values(tile: RowTile, key_head_dim: int) -> int:

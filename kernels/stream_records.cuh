@@ -102,9 +102,9 @@ struct RecordStage {
         const int first = static_cast<int>(threadIdx.x) / 32 * RECORDS_PER_WARP;
         if (first >= num_records) return;
         const PendingWindow pending = batch_records.pending_window(chunk.work, chunk.entries);
-        #pragma unroll
-        for (int i = first; i < first + RECORDS_PER_WARP; ++i)
-            if (i < num_records) records[buffer][i].request(pending, chunk.record + i);
+        #pragma unroll 1
+        for (int i = first; i < first + RECORDS_PER_WARP && i < num_records; ++i)
+            records[buffer][i].request(pending, chunk.record + i);
     }
 
     __device__ __forceinline__ void wait_for_records() const { wait_for_copies(); }

@@ -19,7 +19,7 @@ MAX_STREAMED_ELEMENTS = 128
 #: ... and those together with the values of the tokens that it makes ready: one more and some variant spills.
 MAX_STREAMED_VALUES = 188
 #: ... in calls with pending records.
-MAX_VALUES_WITH_RECORDS = 174
+MAX_VALUES_WITH_RECORDS = 176
 #: ... and key head sizes, with the row groups, that spill all the same on sm_80 with four tokens a warp, not with two.
 _FEW_TOKENS = ((176, 8), (240, 16))
 #: Shared memory that a block may ask for on every architecture that is served, beside a few bytes of its own variables.
@@ -138,7 +138,7 @@ def streamed_registers(tile: RowTile, key_head_dim: int) -> int:
     """Registers a streaming thread may use, so that it spills none; found by compiling, as numbers do not tell."""
     elements = tile.elements_per_lane(key_head_dim)
     small_rest = streamed_values(tile, key_head_dim) <= 136 and tile.streamed_warps != 5
-    fits = elements <= 32 or (elements == 96 and small_rest)
+    fits = elements <= 32 or (elements == 96 and small_rest and not tile.records_per_warp)
     return 168 if fits else 256
 
 

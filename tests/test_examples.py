@@ -33,10 +33,12 @@ def output_of(name: str, arguments: tuple[str, ...], folder: Path) -> str:
 @on_each_array_library
 def test_speculative_decode(arguments: tuple[str, ...], tmp_path: Path) -> None:
     output = output_of("speculative_decode.py", arguments, tmp_path)
-    said = re.fullmatch(r"(\d+) tokens in 40 rounds of 4 sequences, tokens and states of plain decoding\n", output)
-    assert said is not None
+    said = re.findall(r"(\w+): (\d+) tokens in 40 rounds of 4 sequences, tokens and states of plain decoding\n", output)
+    assert output.count("\n") == len(said)
+    assert [form for form, _ in said] == ["separate", "fused", "lazy"]
+    (num_tokens,) = {int(count) for _, count in said}
     # A token a round is what comes without any draft, four are all that a window can bring.
-    assert 160 < int(said[1]) < 640
+    assert 160 < num_tokens < 640
 
 
 @on_each_array_library

@@ -100,7 +100,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.bench.timing": (),
     "gdn.bench.cases": ("gdn.geometry", "gdn.testing.*"),
     "gdn.bench.case_lists": ("gdn.errors", "gdn.ring", "gdn.bench.cases", "gdn.testing.*"),
-    "gdn.bench.loops": ("gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.loops": ("gdn.speculative", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.bench.loops", "gdn.testing.*"),
     "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
     "gdn.bench.c[pu]*": ("gdn", "gdn.arrays", "gdn.bench.[mt]*", "gdn.testing.*"),

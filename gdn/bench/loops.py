@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from gdn.bench.cases import BenchCase, Loop
+from gdn.speculative import PendingWindows
 from gdn.testing.buffers import Array
 
 _MAX_STEPS = 256
@@ -60,13 +61,14 @@ def loop_tables(case: BenchCase) -> LoopTables:
     random = np.random.default_rng([call.seed, window, batch_size])
     accepted = random.binomial(window, loop.accept, (period + steps, batch_size))
     own, pending, counts = np.zeros((3, *accepted.shape), np.int64)
-    row, count = np.zeros((2, batch_size), np.int64)
+    rows = np.repeat(np.arange(2, dtype=np.uint32), batch_size).reshape(2, 1, batch_size)
+    windows = PendingWindows(rows, call.ring_len, lazy=loop.form == "lazy")
+    offsets = np.arange(batch_size + 1, dtype=np.uint32) * np.uint32(window)
     for step in range(len(accepted) if loop.form != "separate" else 0):
-        moves = count + window > call.ring_len if loop.form == "lazy" else np.ones(batch_size, bool)
-        pending[step], counts[step] = row, count
-        row = np.where(moves, 1 - row, row)
-        own[step] = row
-        count = accepted[step] + np.where(moves, 0, count)
+        windows.begin(offsets)
+        own[step], pending[step] = windows.ring_slot_idx[0], windows.pending_ring_slot_idx[0]
+        counts[step] = windows.num_pending
+        windows.accept(accepted[step].astype(np.uint32))
     return LoopTables(own, pending, counts, accepted, first_timed=period)
 
 

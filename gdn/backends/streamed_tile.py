@@ -19,7 +19,7 @@ MAX_STREAMED_ELEMENTS = 128
 #: ... and those together with the values of the tokens that it makes ready: one more and some variant spills.
 MAX_STREAMED_VALUES = 188
 #: ... in calls with pending records.
-MAX_VALUES_WITH_RECORDS = 176
+MAX_VALUES_WITH_RECORDS = 174
 #: ... and key head sizes, with the row groups, that spill all the same on sm_80 with four tokens a warp, not with two.
 _FEW_TOKENS = ((176, 8), (240, 16))
 #: Shared memory that a block may ask for on every architecture that is served, beside a few bytes of its own variables.

@@ -108,7 +108,7 @@ def stays(variant_macros: tuple[tuple[str, str], ...]) -> bool:
     return {"true": True, "false": False}[dict(variant_macros)["STATE_STAYS"]]
 
 
-def test_states_leave_the_cache_at_once_where_they_are_read_only_or_few() -> None:
+def test_states_leave_the_cache_at_once_where_they_are_few() -> None:
     most = MAX_SHORT_STAY_BYTES // (32 * 128 * 128 * 4)
     for batch_size, expected in ((most, False), (most + 1, True)):
         inputs = decode_of(batch_size, "float32")
@@ -117,6 +117,6 @@ def test_states_leave_the_cache_at_once_where_they_are_read_only_or_few() -> Non
         assert stays(fwd_kernel.variant(inputs, out, tile).macros) == expected
         ring = shape_of((batch_size, 16, 4, 392), "float32")
         verify = verify_inputs(describe, inputs, ring, shape_of((batch_size,), "uint32"))
-        assert not stays(verify_kernel.variant(verify, out, tile).macros)
+        assert stays(verify_kernel.variant(verify, out, tile).macros) == expected
         fold = fold_of(batch_size, "float32")
         assert stays(fold_kernel.variant(fold, fold_kernel.row_tile(fold)).macros) == expected

@@ -17,9 +17,9 @@ KERNEL_WITH_PENDING = Kernel(KERNEL.stem, (*KERNEL.parameters, *ring.RING_PARAME
 def variant(inputs: RecurrenceInputs, out: Argument, tile: RowTile, pending: Pending | None = None) -> Variant:
     """The compile-time constants for these inputs."""
     if pending is None:
-        macros = recurrence.macros(inputs, out, tile, keeps_records=False)
+        macros = recurrence.macros(inputs, out, tile, has_records=False)
         return Variant(KERNEL, (*macros, *ring.pending_macros(has_pending=False)))
-    macros = recurrence.macros(inputs, out, tile, keeps_records=False, has_pending=True)
+    macros = recurrence.macros(inputs, out, tile, has_records=True)
     return Variant(
         KERNEL_WITH_PENDING,
         (*macros, *ring.ring_macros(pending.ring), *ring.pending_macros(has_pending=True)),

@@ -27,7 +27,7 @@ def variant(inputs: VerifyInputs, out: Argument, tile: RowTile) -> Variant:
     return Variant(
         KERNEL_WITH_PENDING if has_pending else KERNEL,
         (
-            *recurrence.macros(inputs.recurrence, out, tile, keeps_records=True, has_pending=has_pending),
+            *recurrence.macros(inputs.recurrence, out, tile, has_records=True),
             *ring.ring_macros(inputs.ring),
             *ring.pending_macros(has_pending=has_pending),
         ),

@@ -87,9 +87,7 @@ def tile_size(sizes: TileSizes, num_heads: int) -> tuple[int, int]:
     return next(size for most, size in sizes if most is None or num_heads <= most)
 
 
-def registers(
-    inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool, has_pending: bool = False
-) -> int:
+def registers(inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, has_records: bool) -> int:
     """Registers that a thread may use: as few as it can without spilling, so that more of them fit.
 
     A test compiles every variant and fails on a spill.
@@ -100,8 +98,7 @@ def registers(
     values = tile.elements_per_lane(key_head_dim) + 4 * tile.columns_per_lane  # and sums, delta factors, readouts
     if values <= 32:
         return 128
-    is_plain = not keeps_records and not has_pending
-    is_light = is_plain and is_packed(inputs, out) and inputs.qkv_conv_output.itemsize == 2
+    is_light = not has_records and is_packed(inputs, out) and inputs.qkv_conv_output.itemsize == 2
     if (
         is_light
         and is_common_size(key_head_dim)
@@ -137,20 +134,15 @@ def _blocks_at_once(inputs: RecurrenceInputs, tile: RowTile) -> int:
 
 
 def state_stays(state: Argument, num_states: int) -> bool:
-    """Whether a launch that reads and writes so many slots should leave them in the cache as long as usual.
-
-    One that only reads them should not.
-    """
+    """Whether a launch over so many slots should leave them in the cache as long as usual."""
     return num_states * math.prod(state.shape[1:]) * state.itemsize > MAX_SHORT_STAY_BYTES
 
 
-def macros(
-    inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, keeps_records: bool, has_pending: bool = False
-) -> tuple[tuple[str, str], ...]:
-    """The compile-time constants for these inputs; `keeps_records`: the kernel reads states that it does not write."""
+def macros(inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, has_records: bool) -> tuple[tuple[str, str], ...]:
+    """The compile-time constants for these inputs, of a kernel that writes or reads records or of one that does not."""
     geometry = inputs.geometry
-    stays = (has_pending or not keeps_records) and state_stays(inputs.recurrent_state, inputs.batch_size)
-    cap = registers(inputs, out, tile, keeps_records=keeps_records, has_pending=has_pending)
+    stays = state_stays(inputs.recurrent_state, inputs.batch_size)
+    cap = registers(inputs, out, tile, has_records=has_records)
     return (
         ("KEY_HEAD_DIM", str(geometry.key_head_dim)),
         ("VALUE_HEAD_DIM", str(geometry.value_head_dim)),

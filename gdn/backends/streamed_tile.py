@@ -91,7 +91,10 @@ def streamed_tile_for(
     tiles = tiles_with_records(*sizes, pending_ring_len) if pending_ring_len else streamed_tiles(*sizes)
     wanted = forced()
     if wanted is not None:
-        return next((tile for tile in tiles if tile.holds_state_as(wanted)), None)
+        if not pending_ring_len:
+            return wanted if wanted in tiles else None
+        like = [tile for tile in tiles if tile.holds_state_as(wanted)]
+        return min(like, key=lambda tile: abs(tile.tokens_per_warp - wanted.tokens_per_warp), default=None)
     num_heads = batch_size * heads.num_value_heads
     # Pending records count as tokens, but how many there are is known on the device alone.
     is_short = total_seq_len < MIN_STREAMED_TOKENS * batch_size

@@ -35,6 +35,7 @@ from gdn.backends.streamed_tile import (
     streamed_tile_for,
     streamed_tiles,
     streamed_values,
+    tiles_with_records,
 )
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
@@ -263,6 +264,57 @@ def test_memory_that_is_too_small_does_not_compile(sizes: tuple[int, int], place
     variant, _ = variants_of(tile, heads)
     host.load(variant)
     spare = 16 + (tile.streamed_warps - 1) * tile.row_groups * tile.columns * 4
+    macros = {**dict(variant.macros), "SHARED_BYTES": str(variant.launch_shared_bytes - spare - 16)}
+    with pytest.raises(gdn.KernelCompileError, match="more than the launch asks for"):
+        host.load(Variant(variant.kernel, tuple(macros.items())))
+
+
+# ---- Pending records ----
+
+
+def with_pending(tile: RowTile, heads: HeadGeometry, ring_dtype: str = "float32") -> Variant:
+    """That of a verify with pending records, in a ring of 16."""
+    inputs = inputs_of((4, 4), heads)
+    out = describe("out", shape_of((8, heads.value_dim), "bfloat16"))
+    table, ring = shape_of((2,), "uint32"), shape_of((2, heads.num_key_heads, 16, heads.record_elements), ring_dtype)
+    return verify_kernel.variant(verify_inputs(describe, inputs, ring, table, table, table), out, tile)
+
+
+def test_maps_with_records_hold_states_as_other_maps_do() -> None:
+    dims = HEAD_DIMS[1::2]
+    for key_head_dim, value_head_dim, itemsize, ring_len in product(dims, dims, (2, 4), (1, 4, 5, 64)):
+        plain = streamed_tiles(key_head_dim, value_head_dim, itemsize)
+        for tile in tiles_with_records(key_head_dim, value_head_dim, itemsize, ring_len):
+            assert any(tile.holds_state_as(other) and tile.tokens_per_warp <= other.tokens_per_warp for other in plain)
+            assert 1 <= tile.records_per_warp <= -(-ring_len // tile.streamed_warps)
+            assert tile.shared_bytes(key_head_dim, itemsize) <= MAX_LAUNCH_SHARED_BYTES
+    assert [tiles_with_records(128, 128, 4, length)[0].records_per_warp for length in (1, 4, 5, 64)] == [1, 1, 2, 2]
+
+
+def test_single_tokens_with_pending_records_stream_unless_there_are_few() -> None:
+    for batch_size, ring_len in ((4, 8), (5, 8), (5, 0)):
+        tile = recurrence.row_tile(inputs_of((1,) * batch_size), None, ring_len)
+        assert (tile.streamed_warps > 0) == (batch_size > 4 and ring_len > 0)
+
+
+def test_a_forced_map_takes_records_along() -> None:
+    for wanted in streamed_tiles(128, 128, 4):
+        with forced_row_tile(wanted):
+            tile = recurrence.row_tile(inputs_of((1,) * 5), None, 8)
+        assert tile.holds_state_as(wanted)
+        assert tile.records_per_warp > 0
+
+
+@pytest.mark.skipif(host.unavailable_reason() is not None, reason=f"host backend: {host.unavailable_reason()}")
+@pytest.mark.parametrize("sizes", [(32, 64), (48, 24)], ids=["rows apart", "rows side by side"])
+def test_memory_that_is_too_small_for_records_does_not_compile(sizes: tuple[int, int]) -> None:
+    heads = HeadGeometry(1, 1, *sizes)
+    tile = tiles_with_records(*sizes, 4, 16)[-1]
+    variant = with_pending(tile, heads)
+    host.load(variant)
+    # Without a chunk's records, and with no more than the gaps between rows to spare.
+    gaps = 2 * tile.streamed_warps * tile.records_per_warp * tile.row_groups * 16
+    spare = 16 + (tile.streamed_warps - 1) * tile.row_groups * tile.columns * 4 + gaps
     macros = {**dict(variant.macros), "SHARED_BYTES": str(variant.launch_shared_bytes - spare - 16)}
     with pytest.raises(gdn.KernelCompileError, match="more than the launch asks for"):
         host.load(Variant(variant.kernel, tuple(macros.items())))

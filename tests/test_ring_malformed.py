@@ -22,7 +22,7 @@ from gdn.backends import host as host_backend
 from gdn.backends import recurrence as recurrence_launch
 from gdn.geometry import HeadGeometry
 from gdn.recurrence import recurrence_inputs
-from gdn.ring import fold_inputs, pending_inputs, verify_inputs
+from gdn.ring import fold_inputs, pending_inputs, ring_len, verify_inputs
 from gdn.testing import assert_passed, bitwise
 from gdn.testing.buffers import Array, Buffer, lay_out
 
@@ -88,7 +88,7 @@ def verify_unchecked(
     def on_host(*eight: Array, out: Array, **tables: Array) -> None:
         recurrence = recurrence_inputs(arrays.take, *eight[:6])
         inputs = verify_inputs(arrays.take, recurrence, *eight[6:], **tables)
-        tile = recurrence_launch.row_tile(recurrence, has_pending=pending is not None)
+        tile = recurrence_launch.row_tile(recurrence, None, ring_len(inputs.ring) if pending is not None else 0)
         host_backend.run(verify_kernel.launch(inputs, arrays.take("out", out), tile))
 
     return run_unchecked(kernels, call, ops.gated_delta_recurrence_verify_ring, on_host)
@@ -103,7 +103,7 @@ def fwd_unchecked(
     def on_host(*seven: Array, out: Array, **tables: Array) -> None:
         inputs = recurrence_inputs(arrays.take, *seven[:6])
         records = pending_inputs(arrays.take, inputs, seven[6], *tables.values())
-        tile = recurrence_launch.row_tile(inputs, has_pending=True)
+        tile = recurrence_launch.row_tile(inputs, None, seven[6].shape[2])
         host_backend.run(fwd_kernel.launch(inputs, arrays.take("out", out), tile, records))
 
     def on_gpu(*seven: Any, **by_name: Any) -> None:

@@ -141,8 +141,8 @@ def streamed_registers(tile: RowTile, key_head_dim: int) -> int:
     """Registers a streaming thread may use, so that it spills none; found by compiling, as numbers do not tell."""
     elements = tile.elements_per_lane(key_head_dim)
     small_rest = streamed_values(tile, key_head_dim) <= 136 and tile.streamed_warps != 5
-    fits = elements <= 32 or (elements == 96 and small_rest and not tile.records_per_warp)
-    return 168 if fits else 256
+    fits = elements <= 32 or (elements == 96 and small_rest)
+    return 168 if fits and not tile.records_per_warp else 256
 
 
 def blocks_at_once(tile: RowTile, key_head_dim: int, state_itemsize: int = 4, shared_bytes: int | None = None) -> int:

@@ -6,14 +6,14 @@ what it does is decided by tables. `PendingWindows` owns these for a batch and a
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from gdn import arrays, calls
 from gdn.arrays import Argument
 from gdn.backends import numpy as numpy_backend
 from gdn.backends import pending_windows as kernel
-from gdn.calls import Checked, Ready
+from gdn.calls import Checked, Ready, Rules
 from gdn.check import (
     require_disjoint,
     require_index,
@@ -75,7 +75,7 @@ class PendingWindows:
         if not 1 <= ring_len <= MAX_RING_LEN:
             raise ShapeError(rejection("ring_len", f"1 to {MAX_RING_LEN}", ring_len))
         self._place = rows.place or arrays.CPU
-        self._rules = partial(_rules, ring_len, lazy)
+        self._rules = _rules_of(ring_len, lazy)
         with arrays.in_place(self._place):
             self.ring_slot_idx = rows.array[0].copy()
             self.pending_ring_slot_idx = rows.array[0].copy()
@@ -160,6 +160,11 @@ _TABLES = (
     *("ring_slot_idx", "pending_ring_slot_idx", "spare_ring_slot_idx"),
     *("num_pending", "window_len", "first_place"),
 )
+
+
+@cache  # so that calls of like batches are of one kind
+def _rules_of(ring_len: int, lazy: bool) -> Rules:
+    return partial(_rules, ring_len, lazy)
 
 
 def _rules(ring_len: int, lazy: bool, num_accepted: Any, input_row_offsets: Any, *tables: Any) -> Checked:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -84,6 +86,10 @@ def _discard_output() -> None:
 def main() -> None:
     """Gated DeltaNet recurrence kernels for CuPy and NumPy: is what runs on this machine right?
 
-    Exit codes: 0 all right, 1 a check failed, 2 usage, 130 after Ctrl-C. Results go to standard output, progress
-    to standard error.
+    Exit codes: 0 all right, 1 a check failed, 2 usage, 130 after Ctrl-C or SIGTERM. Results go to standard output,
+    progress to standard error.
     """
+    context = click.get_current_context()
+    if threading.current_thread() is threading.main_thread():  # others may not set signals
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit keeps what is finished, too
+        context.call_on_close(lambda: signal.signal(signal.SIGTERM, before))

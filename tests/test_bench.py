@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -556,12 +557,15 @@ def test_a_file_that_is_no_saved_run(tmp_path: Path, text: str) -> None:
     assert "is not what gdn bench --save writes" in result.stderr
 
 
-def test_interrupt_leaves_the_finished_rows_printed_and_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_the_finished_rows_printed_and_saved(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     finished: list[BenchCase] = []
 
     def interrupted(case: BenchCase, *arguments: Any, **keywords: Any) -> Any:
         if finished:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         finished.append(case)
         return measure(case, *arguments, **keywords)
 

@@ -222,13 +222,18 @@ def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
         return cupy.empty(shape, DTYPES[dtype])
 
 
+def device_index(place: str) -> int:
+    """The number of the GPU that a place is."""
+    return int(place.removeprefix("cuda:"))
+
+
 def in_place(place: str) -> AbstractContextManager[Any]:
     """Array operations in here run on the device of that place."""
     if place == CPU:
         return nullcontext()
     import cupy
 
-    device: AbstractContextManager[Any] = cupy.cuda.Device(int(place.removeprefix("cuda:")))
+    device: AbstractContextManager[Any] = cupy.cuda.Device(device_index(place))
     return device
 
 

@@ -72,7 +72,7 @@ class BoundCall:
         """Check the call, and compile it for a GPU. Raises what the op would, but for index values."""
         checked = rules(*given)
         if checked.place != arrays.CPU:
-            cuda.require_device(cuda.device_index(checked.place))
+            cuda.require_device(arrays.device_index(checked.place))
         self._ready = checked.ready()
         self._run = _runner(checked, self._ready)
         self._result = self._ready.result
@@ -95,7 +95,7 @@ class BoundCall:
 def _runner(checked: Checked, ready: Ready) -> Callable[[], None]:
     """What runs the call where its arrays are; for NumPy arrays on the backend that is chosen here and now."""
     if checked.place != arrays.CPU:
-        return _nothing if ready.idle else cuda.ReadyLaunch(ready.launch(), cuda.device_index(checked.place))
+        return _nothing if ready.idle else cuda.ReadyLaunch(ready.launch(), arrays.device_index(checked.place))
     if ready.idle:
         compute: Callable[[], None] = _nothing
     elif backend_for_numpy_arrays() == "host":

@@ -79,11 +79,6 @@ def shared_bytes_of_multiprocessor(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerMultiprocessor"])
 
 
-def device_index(place: str) -> int:
-    """The number in "cuda:<number>"."""
-    return int(place.removeprefix("cuda:"))
-
-
 class _Thread(threading.local):
     """Of each thread: the devices whose context CUDA has made current to it once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gdn.arrays import CPU, Argument
+from gdn.arrays import CPU, Argument, device_index
 from gdn.backends import cuda
 from gdn.backends.launch import KERNEL_TYPE, MAX_GRID_BLOCKS
 from gdn.backends.row_tile import (
@@ -128,7 +128,7 @@ def _blocks_at_once(inputs: RecurrenceInputs, tile: RowTile) -> int:
     key_head_dim, state = inputs.geometry.key_head_dim, inputs.recurrent_state
     if state.place in (None, CPU):
         return HOST_MULTIPROCESSORS * blocks_at_once(tile, key_head_dim)
-    device = cuda.device_index(state.place)
+    device = device_index(state.place)
     shared_bytes = cuda.shared_bytes_of_multiprocessor(device)
     return cuda.num_multiprocessors(device) * blocks_at_once(tile, key_head_dim, state.itemsize, shared_bytes)
 

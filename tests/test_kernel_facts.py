@@ -88,13 +88,13 @@ def test_every_macro_is_used_and_explained(family: str) -> None:
 
 def test_padding_has_one_number() -> None:
     (in_cuda,) = in_kernels(r"constexpr unsigned int PAD_SLOT = (0x[0-9A-F]+)u;")
-    assert {gdn.PAD_SLOT, indices.PAD_SLOT, oracle._PAD_SLOT, int(in_cuda, 16)} == {0xFFFFFFFF}
+    assert {gdn.PAD_SLOT, indices.PAD_SLOT, oracle.arguments.PAD_SLOT, int(in_cuda, 16)} == {0xFFFFFFFF}
     assert np.uint32(gdn.PAD_SLOT).view(np.int32) == -1
 
 
 def test_the_epsilon_has_one_value() -> None:
     (in_cuda,) = in_kernels(r"constexpr float NORM_EPSILON = ([0-9.e-]+)f;")
-    assert float(in_cuda) == oracle._NORM_EPSILON == 1e-6
+    assert float(in_cuda) == oracle.recurrence._NORM_EPSILON == 1e-6
     assert np.float32(in_cuda) == numpy_backend.NORM_EPSILON
 
 

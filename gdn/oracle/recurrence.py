@@ -1,7 +1,4 @@
-"""What is true: the Gated DeltaNet recurrence in float64, in NumPy alone.
-
-Nothing of the library is imported here, head counts and row offsets included: an offset bug shared by
-both sides of a comparison would cancel. Two forms of one function stand side by side:
+"""The recurrence, in two forms of one function.
 
 * `gated_delta_recurrence_fwd` follows the definition token by token and is the one to read;
 * `gated_delta_recurrence_fwd_chunked` takes a chunk of tokens at a time through matrix products. It is a
@@ -28,13 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gdn.oracle.arguments import live_sequences, require_floats, require_shape
+
 Float64Array = NDArray[np.float64]
 
 _NORM_EPSILON = 1e-6
 _TOKENS_AT_HAND = 64  # tokens the token loop holds in float64 at a time; no number depends on it
-_PAD_SLOT = 0xFFFFFFFF
-_FLOAT_TYPES = ("float16", "bfloat16", "float32", "float64")
-_INDEX_TYPES = ("uint32", "int32")
 
 
 def gated_delta_recurrence_fwd(
@@ -197,17 +193,17 @@ def _run(
     """Check the arguments, then advance every live sequence from its slot, a few tokens at a time."""
     heads = _heads_from_shapes(qkv_conv_output, recurrent_state)
     total_seq_len, max_slots = len(qkv_conv_output), len(recurrent_state)
-    _require_floats(qkv_conv_output=qkv_conv_output, recurrent_state=recurrent_state)
-    _require_floats(decay_per_token=decay_per_token, beta_per_token=beta_per_token)
-    _require_shape("decay_per_token", decay_per_token, (total_seq_len, heads.num_value_heads))
-    _require_shape("beta_per_token", beta_per_token, (total_seq_len, heads.num_value_heads))
-    live_sequences = _live_sequences(slot_idx, input_row_offsets, max_slots, total_seq_len)
+    require_floats(qkv_conv_output=qkv_conv_output, recurrent_state=recurrent_state)
+    require_floats(decay_per_token=decay_per_token, beta_per_token=beta_per_token)
+    require_shape("decay_per_token", decay_per_token, (total_seq_len, heads.num_value_heads))
+    require_shape("beta_per_token", beta_per_token, (total_seq_len, heads.num_value_heads))
+    sequences = live_sequences(slot_idx, input_row_offsets, max_slots, total_seq_len)
 
     out = np.zeros((total_seq_len, heads.num_value_heads * heads.value_head_dim))
     # Non-finite inputs are followed to where they lead; they are the tests' business, not a warning's.
     with np.errstate(invalid="ignore", over="ignore"):
         new_pool = recurrent_state.astype(np.float64)
-        for slot, rows in live_sequences:
+        for slot, rows in sequences:
             for first_row in range(rows.start, rows.stop, tokens_at_once):
                 some_rows = slice(first_row, min(first_row + tokens_at_once, rows.stop))
                 tokens = _Tokens(
@@ -243,43 +239,6 @@ def _normalized(vectors: Float64Array) -> Float64Array:
     return vectors / np.sqrt(squared_norms + _NORM_EPSILON)
 
 
-def _live_sequences(
-    slot_idx: NDArray[Any], input_row_offsets: NDArray[Any], max_slots: int, total_seq_len: int
-) -> list[tuple[int, slice]]:
-    """The slot and the rows of every sequence that is not padding and has tokens."""
-    _require_type("slot_idx", slot_idx, _INDEX_TYPES)
-    _require_type("input_row_offsets", input_row_offsets, _INDEX_TYPES)
-    if slot_idx.ndim != 1:
-        raise ValueError(f"slot_idx: expected shape [B], got {slot_idx.shape}")
-    _require_shape("input_row_offsets", input_row_offsets, (len(slot_idx) + 1,))
-    offsets = input_row_offsets.astype(np.int64)
-    if offsets[0] < 0 or offsets[-1] > total_seq_len or np.any(np.diff(offsets) < 0):
-        raise ValueError(
-            f"input_row_offsets: expected offsets that never decrease, within [0, {total_seq_len}], "
-            f"got {offsets.tolist()}"
-        )
-
-    slots = slot_idx.astype(np.int64) & 0xFFFFFFFF  # an int32 is read as the same 32 bits
-    live_sequences: dict[int, slice] = {}
-    for sequence_idx, slot in enumerate(slots.tolist()):
-        rows = slice(int(offsets[sequence_idx]), int(offsets[sequence_idx + 1]))
-        if slot == _PAD_SLOT:
-            continue
-        if slot >= max_slots:
-            raise ValueError(
-                f"slot_idx: expected slots below max_slots={max_slots}, got {slot} at position {sequence_idx}"
-            )
-        if rows.start == rows.stop:
-            continue
-        if slot in live_sequences:
-            raise ValueError(
-                f"slot_idx: expected a slot of its own for every sequence with tokens, got {slot} again at "
-                f"position {sequence_idx}"
-            )
-        live_sequences[slot] = rows
-    return list(live_sequences.items())
-
-
 def _heads_from_shapes(qkv_conv_output: NDArray[Any], recurrent_state: NDArray[Any]) -> _Heads:
     if recurrent_state.ndim != 4 or 0 in recurrent_state.shape[1:]:
         raise ValueError(
@@ -297,18 +256,3 @@ def _heads_from_shapes(qkv_conv_output: NDArray[Any], recurrent_state: NDArray[A
             f"(nv, KD, VD) = {recurrent_state.shape[1:]}, got conv_dim={qkv_conv_output.shape[1]}"
         )
     return _Heads(num_key_heads, num_value_heads, key_head_dim, value_head_dim)
-
-
-def _require_floats(**arrays: NDArray[Any]) -> None:
-    for name, array in arrays.items():
-        _require_type(name, array, _FLOAT_TYPES)
-
-
-def _require_type(name: str, array: NDArray[Any], accepted: tuple[str, ...]) -> None:
-    if array.dtype.name not in accepted:
-        raise ValueError(f"{name}: expected {' or '.join(accepted)}, got {array.dtype.name}")
-
-
-def _require_shape(name: str, array: NDArray[Any], expected: tuple[int, ...]) -> None:
-    if array.shape != expected:
-        raise ValueError(f"{name}: expected shape {expected}, got {array.shape}")

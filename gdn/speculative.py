@@ -21,7 +21,9 @@ from gdn.check import (
     require_one_place,
     require_shape,
 )
-from gdn.errors import DTypeError, ShapeError, rejection
+from gdn.errors import DTypeError, IndexValueError, ShapeError, rejection
+from gdn.geometry import PAD_SLOT
+from gdn.indices import slot_values
 from gdn.ops import gated_delta_state_fold
 from gdn.ring import MAX_RING_LEN
 
@@ -52,7 +54,7 @@ class PendingWindows:
 
     Attributes:
         ring_slot_idx: [num_layers, batch_size], the ring row in which each window records.
-        pending_ring_slot_idx: [num_layers, batch_size], the ring row with each sequence's pending records.
+        pending_ring_slot_idx: [num_layers, batch_size], the ring row with each sequence's pending records, at any time.
         num_pending: [batch_size], how many there are.
     """
 
@@ -67,14 +69,18 @@ class PendingWindows:
 
         Raises:
             ShapeError, DTypeError: an argument breaks a rule above.
+            IndexValueError: NumPy arrays only: a sequence has the same ring row twice, or is padding in one of them.
         """
         rows = arrays.take("ring_rows", ring_rows)
         require_index(rows)
         require_ndim(rows, "[2, num_layers, batch_size]")
         require_shape(rows, "[2, num_layers, batch_size]", (2, *rows.shape[1:]))
-        if not 1 <= ring_len <= MAX_RING_LEN:
-            raise ShapeError(rejection("ring_len", f"1 to {MAX_RING_LEN}", ring_len))
+        if type(ring_len) is not int or not 1 <= ring_len <= MAX_RING_LEN:
+            raise ShapeError(rejection("ring_len", f"a whole number from 1 to {MAX_RING_LEN}", repr(ring_len)))
         self._place = rows.place or arrays.CPU
+        if self._place == arrays.CPU:
+            _require_two_rows(rows)
+        self._ring_len = ring_len
         self._rules = _rules_of(ring_len, lazy)
         with arrays.in_place(self._place):
             self.ring_slot_idx = rows.array[0].copy()
@@ -114,15 +120,21 @@ class PendingWindows:
     def fold(self, recurrent_state: Any, row_ids: Any, ring: Any) -> None:
         """Advance the pool over all that is pending, which then is nothing; for whoever needs the states themselves.
 
+        At any time but between the verifies of a step and its `accept`.
+
         Args:
             recurrent_state, row_ids, ring: as in `gdn.ops.gated_delta_state_fold`.
 
         Raises:
-            As `gdn.ops.gated_delta_state_fold`.
+            ShapeError: RING_LEN of the ring is another than ring_len.
+            GdnError: what `gdn.ops.gated_delta_state_fold` refuses.
         """
-        gated_delta_state_fold(recurrent_state, row_ids, ring, self.ring_slot_idx, self.num_pending)
+        if len(ring.shape) == 4 and ring.shape[2] != self._ring_len:
+            raise ShapeError(rejection("ring", f"RING_LEN = {self._ring_len} as its third axis", ring.shape[2]))
+        gated_delta_state_fold(recurrent_state, row_ids, ring, self.pending_ring_slot_idx, self.num_pending)
         with arrays.in_place(self._place):
             self.num_pending[...] = 0
+            self._first_place[...] = 0
 
     def reset(self, is_new: Any) -> None:
         """Forget what is pending of sequences that start anew, between `accept` and `begin`.
@@ -153,6 +165,16 @@ class PendingWindows:
             self._window_len,
             self._first_place,
         )
+
+
+def _require_two_rows(rows: Argument) -> None:
+    """Each sequence has two ring rows, or is padding in both."""
+    first, second = slot_values(rows)
+    is_wrong = (first == second) & (first != PAD_SLOT) | (first == PAD_SLOT) ^ (second == PAD_SLOT)
+    for layer, sequence in zip(*is_wrong.nonzero(), strict=True):
+        place = f"ring_rows[1, {layer}, {sequence}]"
+        expected = f"another ring row than ring_rows[0, {layer}, {sequence}], or PAD_SLOT in both"
+        raise IndexValueError(rejection(place, expected, int(second[layer, sequence])))
 
 
 #: What a step of the tables changes, by the names of the kernel.

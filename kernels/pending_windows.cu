@@ -2,6 +2,7 @@
 //
 // For each sequence, first, where num_accepted is given, what became of the window that `begin` was told of last:
 //   num_pending = length == 0 ? num_pending : length > ring_len ? 0 : first_place + min(num_accepted, length)
+// and what is pending lies in the window's ring row.
 // Then, where input_row_offsets is given, with `length` its next window's: if records are pending and that window takes
 // another ring row, the two ring rows of the sequence change places in every layer, and first_place is 0, otherwise it is
 // num_pending. A window that is not empty takes another row unless `is_lazy` and num_pending + length <= ring_len.
@@ -36,7 +37,11 @@ extern "C" __global__ void __launch_bounds__(128) pending_windows(
         pending = pending_after(pending, window_len[sequence], first_place[sequence],
                                 num_accepted[sequence * num_accepted_stride], ring_len);
     num_pending[sequence] = pending;
-    if (input_row_offsets == nullptr) return;
+    if (input_row_offsets == nullptr) {
+        for (long long layer = 0; layer < num_layers; ++layer)
+            pending_ring_slot_idx[layer * batch_size + sequence] = ring_slot_idx[layer * batch_size + sequence];
+        return;
+    }
 
     const unsigned int* const offset = input_row_offsets + sequence * input_row_offsets_stride;
     const unsigned int begin = offset[0];

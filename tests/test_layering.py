@@ -59,7 +59,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.calls", "gdn.backends", "gdn.backends.*"),
     ),
     "gdn.speculative": (
-        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.ring", "gdn.calls", "gdn.ops"),
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
         *("gdn.backends", "gdn.backends.numpy", "gdn.backends.pending_windows"),
     ),
     "gdn.testing.compare": ("gdn.errors",),

@@ -45,6 +45,7 @@ class Sequence:
             self.pending = 0
         elif self.length:
             self.pending = self.first_place + min(count, self.length)
+        self.pending_row = self.rows[0]
 
 
 def offsets_of(lengths: Array, dtype: str = "uint32") -> Array:
@@ -80,6 +81,8 @@ def test_tables_are_those_of_the_model(backend: str, lazy: bool, index_dtype: st
             for layer in model:
                 for sequence, count in zip(layer, counts, strict=True):
                     sequence.accept(int(count))
+            named = device.get(windows.pending_ring_slot_idx).tolist()
+            assert named == [[s.pending_row for s in layer] for layer in model]
         assert device.get(windows.num_pending).tolist() == [s.pending for s in model[0]]
 
 
@@ -196,6 +199,35 @@ def test_a_new_sequence_begins_with_nothing_pending(backend: str) -> None:
     assert loop.device.get(loop.windows.num_pending).tolist() == [0, 3, 3, 0]
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_fold_on_the_way_changes_nothing_in_the_end(backend: str, begun: bool) -> None:
+    """Before or after the next windows are begun."""
+    loop = Loop(backend, ring_len=8, lazy=True)
+    for step in range(6):
+        if step == 3:
+            if begun:
+                with on_backend(backend):
+                    loop.windows.begin(loop.device.put(offsets_of(np.full(4, 2))))
+            loop.fold()
+        loop.step(np.full(4, 2), np.array([2, 1, 0, 2]))
+    assert_passed(bitwise(loop.fold(), loop.plain_pool(), "pool after the loop"))
+
+
+def test_a_ring_of_another_length_is_not_folded(cpu_backend: str) -> None:
+    loop = Loop(cpu_backend, ring_len=8, lazy=True)
+    with pytest.raises(gdn.ShapeError, match="ring: expected RING_LEN = 8 as its third axis, got 4"):
+        loop.windows.fold(loop.pool, loop.row_ids, loop.ring[:, :, :4].copy())
+
+
+@pytest.mark.parametrize("second", [5, PAD])
+def test_a_sequence_needs_two_ring_rows(second: int) -> None:
+    rows = np.arange(12, dtype=np.uint32).reshape(2, 3, 2)
+    rows[0, 2, 1] = 5
+    rows[1, 2, 1] = second
+    with pytest.raises(gdn.IndexValueError, match=r"ring_rows\[1, 2, 1\]: expected another ring row than"):
+        PendingWindows(rows, 4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_captured_step_is_replayed(lazy: bool) -> None:
@@ -237,8 +269,10 @@ def test_a_captured_step_is_replayed(lazy: bool) -> None:
         ((np.zeros((2, 3), np.uint32), 4), "ring_rows: expected shape"),
         ((np.zeros((3, 3, 2), np.uint32), 4), "ring_rows: expected shape"),
         ((np.zeros((2, 3, 2), np.int64), 4), "ring_rows: expected uint32 or int32"),
-        ((np.zeros((2, 3, 2), np.uint32), 0), "ring_len: expected 1 to 64, got 0"),
-        ((np.zeros((2, 3, 2), np.uint32), 65), "ring_len: expected 1 to 64, got 65"),
+        ((np.zeros((2, 3, 2), np.uint32), True), "ring_len: expected a whole number from 1 to 64, got True"),
+        ((np.zeros((2, 3, 2), np.uint32), 4.0), "ring_len: expected a whole number from 1 to 64, got 4.0"),
+        ((np.zeros((2, 3, 2), np.uint32), 0), "ring_len: expected a whole number from 1 to 64, got 0"),
+        ((np.zeros((2, 3, 2), np.uint32), 65), "ring_len: expected a whole number from 1 to 64, got 65"),
     ],
 )
 def test_a_wrong_beginning_is_refused(arguments: tuple[Any, ...], words: str) -> None:

@@ -116,6 +116,7 @@ def pending_windows(
         accepted = first_place + np.minimum(slot_values(num_accepted), window_len)
         num_pending[...] = np.select([window_len == 0, window_len > ring_len], [num_pending, 0], accepted)
     if input_row_offsets is None:
+        pending_rows[...] = own
         return
     offsets = slot_values(input_row_offsets)
     window_len[...] = np.maximum(np.diff(offsets), 0)

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from gdn import arrays, calls
 from gdn.arrays import Argument
+from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import numpy as numpy_backend
 from gdn.backends import recurrence
 from gdn.calls import BoundCall, Checked, Ready, Rules
-from gdn.check import require_disjoint
+from gdn.check import require_disjoint, require_one_place
 from gdn.errors import GdnError, ShapeError, rejection
+from gdn.gates import gate_inputs, require_gate
 from gdn.geometry import HeadGeometry
 from gdn.indices import check_fold_indices, check_recurrence_indices, check_verify_indices
 from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout, require_writable_pool
@@ -38,6 +41,7 @@ from gdn.ring import (
 __all__ = [
     "bind",
     "check_indices",
+    "gated_delta_gates",
     "gated_delta_recurrence_fwd",
     "gated_delta_recurrence_fwd_shape",
     "gated_delta_recurrence_verify_ring",
@@ -255,6 +259,40 @@ def gated_delta_state_fold(recurrent_state: Any, row_ids: Any, ring: Any, ring_r
     calls.run(_fold_rules, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
 
 
+def gated_delta_gates(
+    a: Any, b: Any, A_log: Any, dt_bias: Any, *, allow_neg_eigval: bool = False, out: Any = None
+) -> tuple[Any, Any]:
+    """Decay and step size of every token and value head, from the projections of a model.
+
+    ::
+
+        decay = exp(-exp(A_log) * softplus(a + dt_bias))    softplus(x) = log(1 + exp(x)), and x itself above 20
+        beta  = sigmoid(b)                                  twice that with allow_neg_eigval
+
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, with the decay of Mamba2, arXiv:2405.21060;
+    step sizes up to 2 give the state's update negative eigenvalues, arXiv:2411.12537.) Arithmetic is float32. The
+    results are the ``decay_per_token`` and ``beta_per_token`` of the recurrence.
+
+    Args:
+        a, b: [total_seq_len, num_value_heads], float32, float16 or bfloat16, both the same; any strides.
+        A_log, dt_bias: [num_value_heads], float32, float16 or bfloat16 each; any strides.
+        allow_neg_eigval: whether beta is doubled.
+        out: decay and beta to write to, two arrays [total_seq_len, num_value_heads] of float32, any strides; made when
+            not given.
+
+    Returns:
+        ``(decay, beta)``, NumPy or CuPy arrays.
+
+    Raises:
+        ShapeError, DTypeError, LayoutError, DeviceError: an argument breaks a rule above; nothing was written.
+        KernelCompileError: the kernel did not compile.
+    """
+    decay, beta = _gates_given(out)
+    result = calls.run(_flat_gate_rules(bool(allow_neg_eigval)), a, b, A_log, dt_bias, decay, beta)
+    # A call with a plan returns its last array alone; it was given arrays of CuPy's own.
+    return result if isinstance(result, tuple) else (decay, beta)
+
+
 def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCall:
     """Check a call once, to run it many times: the result runs it whenever it is called, and returns what the op does.
 
@@ -299,6 +337,8 @@ def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -
         GdnError: what the op itself would refuse, and an op that takes no index arrays.
         TypeError: arguments are missing or unknown, as for any call.
     """
+    if op is gated_delta_gates:
+        raise GdnError(rejection("op", "one that takes index arrays", op.__name__))
     rules, given = _rules_of(op, arguments, keywords)
     rules(*given).check_values()
 
@@ -408,6 +448,49 @@ def _fold_rules(recurrent_state: Any, row_ids: Any, ring: Any, ring_row_ids: Any
     return Checked(place, lambda: check_fold_indices(inputs), ready)
 
 
+def _gate_rules(a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any) -> Checked:
+    return _flat_gate_rules(bool(allow_neg_eigval))(a, b, A_log, dt_bias, *_gates_given(out))
+
+
+def _gates_given(out: Any) -> tuple[Any, Any]:
+    """The two arrays of a pair, or None for each of none."""
+    if out is None:
+        return None, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2 or any(gate is None for gate in out):
+        raise ShapeError(rejection("out", "two arrays, decay and beta", type(out).__name__))
+    return out[0], out[1]
+
+
+@cache  # so that calls of one kind take one plan
+def _flat_gate_rules(allow_neg_eigval: bool) -> Rules:
+    def rules(a: Any, b: Any, A_log: Any, dt_bias: Any, decay: Any, beta: Any) -> Checked:
+        inputs = gate_inputs(arrays.take, a, b, A_log, dt_bias, allow_neg_eigval=allow_neg_eigval)
+        place = require_one_place(inputs.arguments)
+        given = None
+        if decay is not None:
+            given = arrays.take("decay", decay), arrays.take("beta", beta)
+            require_gate(given[0], inputs, given[1])
+            require_gate(given[1], inputs)
+
+        def ready() -> Ready:
+            num_blocks = gates_kernel.num_blocks(inputs)
+            gates = given or tuple(
+                arrays.take(name, arrays.empty(inputs.a.shape, "float32", place)) for name in ("decay", "beta")
+            )
+            return Ready(
+                (*inputs.arguments, *gates),
+                written=gates,
+                numpy_form=lambda: numpy_backend.gated_delta_gates(inputs, *gates),
+                launch=lambda: gates_kernel.launch(inputs, *gates),
+                idle=num_blocks == 0,
+                result=tuple(gate.array for gate in gates),
+            )
+
+        return Checked(place, lambda: None, ready)
+
+    return rules
+
+
 def _readout_argument(out: Any, inputs: RecurrenceInputs, *others: Argument) -> Argument:
     """`out` as given, checked; `others` are arrays of the call that it must not overlap either."""
     readout = arrays.take("out", out)
@@ -421,6 +504,7 @@ def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
 
 
 _RULES: dict[Callable[..., Any], Rules] = {
+    gated_delta_gates: _gate_rules,
     gated_delta_recurrence_fwd: _fwd_rules,
     gated_delta_recurrence_verify_ring: _verify_rules,
     gated_delta_state_fold: _fold_rules,

@@ -18,6 +18,7 @@ import pytest
 
 from gdn.arrays import DTYPES, describe
 from gdn.backends import cuda, row_tile
+from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
@@ -32,6 +33,7 @@ from gdn.backends.streamed_tile import (
     tiles_with_records,
 )
 from gdn.errors import KernelCompileError
+from gdn.gates import gate_inputs
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
 from gdn.recurrence import recurrence_inputs
@@ -193,6 +195,17 @@ def covering_groups() -> Iterator[Group]:
     )
     yield from stream_groups(covering_streams())
     yield from pending_groups(covering_pending())
+    gates = list(gate_variants())
+    for place, architecture in enumerate(ARCHITECTURES):
+        yield "gates", architecture, gates[place :: len(ARCHITECTURES)]
+
+
+def gate_variants() -> Iterator[Variant]:
+    """Those of the gates, with all types."""
+    for projection, rate, bias in product(FLOATS, repeat=3):
+        of_tokens = [shape_of((100, 32), projection)] * 2
+        arrays = (*of_tokens, shape_of((32,), rate), shape_of((32,), bias))
+        yield gates_kernel.variant(gate_inputs(describe, *arrays, allow_neg_eigval=False))
 
 
 #: Head sizes, ring length and map of a call with pending records.
@@ -351,7 +364,7 @@ def test_the_covering_set_covers() -> None:
     groups = list(covering_groups())
     macros = [(architecture, dict(variant.macros)) for _, architecture, variants in groups for variant in variants]
     assert {architecture for architecture, _ in macros} == set(ARCHITECTURES)
-    assert {int(each["KEY_HEAD_DIM"]) for _, each in macros} == set(HEAD_DIMS)
+    assert {int(each["KEY_HEAD_DIM"]) for _, each in macros if "KEY_HEAD_DIM" in each} == set(HEAD_DIMS)
     for pair in product(("float", "bfloat16", "float16"), repeat=2):
         assert pair in {(each["WORK_TYPE"], each["STATE_TYPE"]) for _, each in macros if "WORK_TYPE" in each}
 

@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.check": ("gdn.errors", "gdn.arrays"),
     "gdn.recurrence": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry"),
     "gdn.ring": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.recurrence"),
+    "gdn.gates": ("gdn.arrays", "gdn.check"),
     "gdn.indices": ("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence", "gdn.ring"),
     "gdn.backends.cache": (),
     "gdn.backends.row_tile": ("gdn.geometry",),
@@ -36,7 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.launch": ("gdn.errors",),
     "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
     "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),
-    "gdn.backends.numpy": ("gdn.arrays", "gdn.geometry", "gdn.indices", "gdn.recurrence", "gdn.ring"),
+    "gdn.backends.numpy": ("gdn.arrays", "gdn.gates", "gdn.geometry", "gdn.indices", "gdn.recurrence", "gdn.ring"),
     "gdn.backends.recurrence": (
         *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence"),
         *("gdn.backends.cuda", "gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.streamed_tile"),
@@ -44,7 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.ring": ("gdn.arrays", "gdn.ring", "gdn.backends.launch"),
     "gdn.backends.pending_windows": ("gdn.arrays", "gdn.backends.launch"),
     "gdn.backends.gated_delta_*": (
-        *("gdn.errors", "gdn.arrays", "gdn.recurrence", "gdn.ring"),
+        *("gdn.errors", "gdn.arrays", "gdn.gates", "gdn.recurrence", "gdn.ring"),
         *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence", "gdn.backends.ring"),
     ),
     "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
@@ -55,8 +56,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.cuda", "gdn.backends.host", "gdn.backends.launch", "gdn.backends.row_tile"),
     ),
     "gdn.ops": (
-        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.recurrence", "gdn.ring"),
-        *("gdn.calls", "gdn.backends", "gdn.backends.*"),
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.gates", "gdn.geometry", "gdn.indices", "gdn.recurrence"),
+        *("gdn.ring", "gdn.calls", "gdn.backends", "gdn.backends.*"),
     ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),

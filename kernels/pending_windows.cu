@@ -15,6 +15,11 @@
 // MUTATES    the dense arrays
 // CALLER     guarantees that arrays do not overlap. Values may be anything; offsets that decrease are an empty window.
 
+// An offset that is not below 0.
+__device__ __forceinline__ unsigned int clamped(unsigned int bits, bool is_signed) {
+    return is_signed && static_cast<int>(bits) < 0 ? 0 : bits;
+}
+
 __device__ __forceinline__ unsigned int pending_after(
     unsigned int num_pending, unsigned int length, unsigned int first_place, unsigned int num_accepted,
     long long ring_len) {
@@ -26,6 +31,7 @@ __device__ __forceinline__ unsigned int pending_after(
 extern "C" __global__ void __launch_bounds__(128) pending_windows(
     const unsigned int* __restrict__ num_accepted, long long num_accepted_stride,
     const unsigned int* __restrict__ input_row_offsets, long long input_row_offsets_stride,
+    long long offsets_are_signed,
     unsigned int* __restrict__ ring_slot_idx, unsigned int* __restrict__ pending_ring_slot_idx,
     unsigned int* __restrict__ spare_ring_slot_idx, unsigned int* __restrict__ num_pending,
     unsigned int* __restrict__ window_len, unsigned int* __restrict__ first_place,
@@ -44,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(128) pending_windows(
     }
 
     const unsigned int* const offset = input_row_offsets + sequence * input_row_offsets_stride;
-    const unsigned int begin = offset[0];
-    const unsigned int end = offset[input_row_offsets_stride];
+    const unsigned int begin = clamped(offset[0], offsets_are_signed != 0);
+    const unsigned int end = clamped(offset[input_row_offsets_stride], offsets_are_signed != 0);
     const unsigned int length = end > begin ? end - begin : 0;
     const bool fits = is_lazy != 0 && static_cast<long long>(pending) + length <= ring_len;
     const bool moves = pending > 0 && length > 0 && !fits;

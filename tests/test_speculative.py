@@ -86,6 +86,18 @@ def test_tables_are_those_of_the_model(backend: str, lazy: bool, index_dtype: st
         assert device.get(windows.num_pending).tolist() == [s.pending for s in model[0]]
 
 
+@pytest.mark.parametrize(("index_dtype", "tokens"), [("int32", [3, 0, 7]), ("uint32", [0, 3, 7])])
+def test_offsets_below_zero_are_zero(backend: str, index_dtype: str, tokens: list[int]) -> None:
+    """As in the ops; as uint32 they are the largest there are."""
+    device = Device(backend)
+    windows = PendingWindows(device.put(np.arange(6, dtype=np.uint32).reshape(2, 1, 3)), 8)
+    offsets = np.array([-1, 3, 3, 10] if index_dtype == "int32" else [2**32 - 1, 0, 3, 10], index_dtype)
+    with on_backend(backend):
+        windows.begin(device.put(offsets))
+        windows.accept(device.put(np.full(3, 8, np.uint32)))
+    assert device.get(windows.num_pending).tolist() == tokens
+
+
 class Loop:
     """A decode loop of some layers on one backend, and the streams of tokens that it decodes."""
 

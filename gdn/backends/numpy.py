@@ -130,7 +130,7 @@ def pending_windows(
     if input_row_offsets is None:
         pending_rows[...] = own
         return
-    offsets = slot_values(input_row_offsets)
+    offsets = np.maximum(offset_values(input_row_offsets), 0)
     window_len[...] = np.maximum(np.diff(offsets), 0)
     fits = is_lazy & (num_pending.astype(np.int64) + window_len <= ring_len)
     moves = (num_pending > 0) & (window_len > 0) & ~fits

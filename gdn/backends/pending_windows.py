@@ -12,6 +12,7 @@ KERNEL = Kernel(
         ("num_accepted_stride", "int64"),
         ("input_row_offsets", "pointer"),
         ("input_row_offsets_stride", "int64"),
+        ("offsets_are_signed", "int64"),
         ("ring_slot_idx", "pointer"),
         ("pending_ring_slot_idx", "pointer"),
         ("spare_ring_slot_idx", "pointer"),
@@ -37,11 +38,14 @@ def launch(
 ) -> Launch:
     """The complete launch. tables: the three of ring rows, then the three of counts; values are not looked at."""
     num_layers, batch_size = tables[0].shape
-    given = (num_accepted, input_row_offsets)
-    tables_read = (value for table in given for value in ((table.pointer, table.strides[0]) if table else (0, 0)))
+    counts = (num_accepted.pointer, num_accepted.strides[0]) if num_accepted else (0, 0)
+    offsets = (0, 0, 0)
+    if input_row_offsets:
+        is_signed = input_row_offsets.dtype == "int32"
+        offsets = (input_row_offsets.pointer, input_row_offsets.strides[0], int(is_signed))
     return Launch(
         Variant(KERNEL, ()),
         -(-batch_size // _THREADS),
         _THREADS,
-        (*tables_read, *(table.pointer for table in tables), num_layers, batch_size, ring_len, int(is_lazy)),
+        (*counts, *offsets, *(table.pointer for table in tables), num_layers, batch_size, ring_len, int(is_lazy)),
     )

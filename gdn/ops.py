@@ -85,7 +85,8 @@ def gated_delta_recurrence_fwd(
             work type, any strides.
         beta_per_token: the same shape and type, the step size after its sigmoid (0 to 1, or to 2).
         recurrent_state: [max_slots, num_value_heads, key_head_dim, value_head_dim], float32, float16 or bfloat16,
-            dense but for a free slot stride. Changed in place: slots of live, non-empty sequences only.
+            dense but for a free slot stride. Changed in place: slots of live sequences that have tokens, or pending
+            records, only.
         slot_idx: [batch_size], uint32, or int32 read as the same bits: each sequence's slot. ``gdn.PAD_SLOT``
             marks a padding row: its output is zero and no slot is touched.
         input_row_offsets: [batch_size + 1], uint32 or int32: sequence b owns rows [offsets[b], offsets[b + 1]).
@@ -182,10 +183,11 @@ def gated_delta_recurrence_verify_ring(
 ) -> Any:
     """Read out a speculative window without touching the states, and leave a record of each token.
 
-    The readout is that of `gated_delta_recurrence_fwd` on the same arguments, bit for bit. A row of at most RING_LEN
-    tokens leaves its slot alone; its token ``i`` writes record ``i`` of ring row ``ring_slot_idx[b]``, one record per
-    key head, from which `gated_delta_state_fold` advances the state over as many tokens as were accepted. A row longer
-    than RING_LEN records nothing and advances its slot itself, as gated_delta_recurrence_fwd does.
+    The readout is that of `gated_delta_recurrence_fwd` on the same arguments, bit for bit. Where nothing is pending, a
+    row of at most RING_LEN tokens leaves its slot alone; its token ``i`` writes record ``i`` of ring row
+    ``ring_slot_idx[b]``, one record per key head, from which `gated_delta_state_fold` advances the state over as many
+    tokens as were accepted. A row longer than RING_LEN records nothing and advances its slot itself, as
+    gated_delta_recurrence_fwd does.
 
     With ``pending_ring_slot_idx`` and ``num_pending`` each state first advances over the first ``n = num_pending[b]``
     records of that ring row, in the same pass. If that is

@@ -17,7 +17,7 @@ from gdn.check import (
     require_shape,
     require_writable,
 )
-from gdn.errors import GdnError, ShapeError, rejection
+from gdn.errors import DTypeError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
 from gdn.recurrence import RecurrenceInputs, require_count, require_writable_pool
 
@@ -144,11 +144,11 @@ def pending_inputs(
 
 
 def _all_given(arrays: dict[str, Any]) -> bool:
-    """Whether these arrays, which belong together, were given; raises GdnError where only some were."""
+    """Whether these arrays, which belong together, were given; raises DTypeError where only some were."""
     missing = [name for name, array in arrays.items() if array is None]
     if missing and len(missing) < len(arrays):
         present = " and ".join(name for name in arrays if name not in missing)
-        raise GdnError(rejection(missing[0], f"an array, since {present} came too", None))
+        raise DTypeError(rejection(missing[0], f"an array, since {present} came too", None))
     return not missing
 
 

@@ -13,6 +13,7 @@ from gdn import arrays, calls
 from gdn.arrays import Argument
 from gdn.backends import numpy as numpy_backend
 from gdn.backends import pending_windows as kernel
+from gdn.backends.pending_windows import WindowStep
 from gdn.calls import Checked, Ready, Rules
 from gdn.check import (
     require_disjoint,
@@ -81,7 +82,7 @@ class PendingWindows:
         if self._place == arrays.CPU:
             _require_two_rows(rows)
         self._ring_len = ring_len
-        self._rules = _rules_of(ring_len, lazy)
+        self._rules = _rules_of(ring_len, bool(lazy))
         with arrays.in_place(self._place):
             self.ring_slot_idx = rows.array[0].copy()
             self.pending_ring_slot_idx = rows.array[0].copy()
@@ -94,16 +95,23 @@ class PendingWindows:
             counts[...] = 0
         return counts
 
-    def begin(self, input_row_offsets: Any) -> None:
-        """Say where the next windows record. Each call is followed by one of `accept`, once the windows are verified.
+    def begin(self, input_row_offsets: Any, slot_idx: Any = None) -> None:
+        """Say where the next windows record, which `accept` ends once they are verified.
+
+        A step that failed before its verifies may be begun again.
 
         Args:
             input_row_offsets: [batch_size + 1], uint32 or int32: of the windows.
+            slot_idx: [batch_size], uint32 or int32: the slots of any layer, to be given where some are
+                ``gdn.PAD_SLOT`` in this step though their windows are not empty: such sequences keep what is pending,
+                as with an empty window.
 
         Raises:
             ShapeError, DTypeError, DeviceError: it breaks a rule above; nothing was written.
         """
-        self._advance(None, input_row_offsets)
+        if input_row_offsets is None:
+            raise DTypeError(rejection("input_row_offsets", "an array", None))
+        self._advance(None, None, input_row_offsets, slot_idx)
 
     def accept(self, num_accepted: Any) -> None:
         """Count the accepted records of the windows as pending.
@@ -115,7 +123,9 @@ class PendingWindows:
         Raises:
             ShapeError, DTypeError, DeviceError: it breaks a rule above; nothing was written.
         """
-        self._advance(num_accepted, None)
+        if num_accepted is None:
+            raise DTypeError(rejection("num_accepted", "an array", None))
+        self._advance(None, num_accepted, None, None)
 
     def fold(self, recurrent_state: Any, row_ids: Any, ring: Any) -> None:
         """Advance the pool over all that is pending, which then is nothing; for whoever needs the states themselves.
@@ -145,19 +155,14 @@ class PendingWindows:
         Raises:
             ShapeError, DTypeError, DeviceError: it breaks a rule above; nothing was written.
         """
-        mask = arrays.take("is_new", is_new)
-        if mask.dtype != "bool":
-            raise DTypeError(rejection("is_new", "bool", mask.dtype))
-        require_shape(mask, "[batch_size]", self.num_pending.shape)
-        require_one_place((arrays.take("num_pending", self.num_pending), mask))
-        with arrays.in_place(self._place):
-            self.num_pending *= ~mask.array
+        if is_new is None:
+            raise DTypeError(rejection("is_new", "an array", None))
+        self._advance(is_new, None, None, None)
 
-    def _advance(self, num_accepted: Any, input_row_offsets: Any) -> None:
+    def _advance(self, *given: Any) -> None:
         calls.run(
             self._rules,
-            num_accepted,
-            input_row_offsets,
+            *given,
             self.ring_slot_idx,
             self.pending_ring_slot_idx,
             self._spare_ring_slot_idx,
@@ -189,20 +194,32 @@ def _rules_of(ring_len: int, lazy: bool) -> Rules:
     return partial(_rules, ring_len, lazy)
 
 
-def _rules(ring_len: int, lazy: bool, num_accepted: Any, input_row_offsets: Any, *tables: Any) -> Checked:
+def _rules(
+    ring_len: int,
+    lazy: bool,
+    is_new: Any,
+    num_accepted: Any,
+    input_row_offsets: Any,
+    slot_idx: Any,
+    *tables: Any,
+) -> Checked:
     """The rules of a step of the tables, and what runs it."""
     own = tuple(arrays.take(name, table) for name, table in zip(_TABLES, tables, strict=True))
     batch_size = own[0].shape[1]
-    accepted = _given("num_accepted", num_accepted, "[batch_size]", batch_size, own)
-    offsets = _given("input_row_offsets", input_row_offsets, "[batch_size + 1]", batch_size + 1, own)
+    step = WindowStep(
+        _given("is_new", is_new, "[batch_size]", batch_size, own),
+        _given("num_accepted", num_accepted, "[batch_size]", batch_size, own),
+        _given("input_row_offsets", input_row_offsets, "[batch_size + 1]", batch_size + 1, own),
+        _given("slot_idx", slot_idx, "[batch_size]", batch_size, own),
+    )
     place = require_one_place(own)
 
     def ready() -> Ready:
         return Ready(
-            (accepted, offsets, *own),
+            (*step.arguments, *own),
             written=own,
-            numpy_form=lambda: numpy_backend.pending_windows(accepted, offsets, own, ring_len, is_lazy=lazy),
-            launch=lambda: kernel.launch(accepted, offsets, own, ring_len, is_lazy=lazy),
+            numpy_form=lambda: numpy_backend.pending_windows(step, own, ring_len, is_lazy=lazy),
+            launch=lambda: kernel.launch(step, own, ring_len, is_lazy=lazy),
             idle=batch_size == 0,
         )
 
@@ -214,7 +231,10 @@ def _given(name: str, value: Any, axes: str, length: int, tables: tuple[Argument
     if value is None:
         return None
     table = arrays.take(name, value)
-    require_index(table)
+    if name != "is_new":
+        require_index(table)
+    elif table.dtype != "bool":
+        raise DTypeError(rejection(name, "bool", table.dtype))
     require_shape(table, axes, (length,))
     require_one_place((tables[0], table))
     for own in tables:

@@ -37,7 +37,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.launch": ("gdn.errors",),
     "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
     "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),
-    "gdn.backends.numpy": ("gdn.arrays", "gdn.gates", "gdn.geometry", "gdn.indices", "gdn.recurrence", "gdn.ring"),
+    "gdn.backends.numpy": (
+        "gdn.arrays",
+        "gdn.backends.pending_windows",
+        "gdn.gates",
+        "gdn.geometry",
+        "gdn.indices",
+        "gdn.recurrence",
+        "gdn.ring",
+    ),
     "gdn.backends.recurrence": (
         *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence"),
         *("gdn.backends.cuda", "gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.streamed_tile"),

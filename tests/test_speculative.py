@@ -135,16 +135,21 @@ class Loop:
             offsets_of(lengths),
         )
 
-    def step(self, lengths: Array, accepted: Array) -> list[Array]:
-        """Verify windows in all layers and accept some of their tokens; returns the readouts."""
+    def step(self, lengths: Array, accepted: Array, paused: tuple[int, ...] = ()) -> list[Array]:
+        """Verify windows in all layers and accept some of their tokens; returns the readouts.
+
+        paused: sequences whose slots are padding in this step.
+        """
         put, windows, backend = self.device.put, self.windows, self.device.backend
+        slots = self.slots.copy()
+        slots[:, list(paused)] = PAD
         with on_backend(backend):
-            windows.begin(put(offsets_of(lengths)))
+            windows.begin(put(offsets_of(lengths)), put(slots[0]) if paused else None)
             readouts = [
                 ops.gated_delta_recurrence_verify_ring(
                     *(put(array) for array in self.piece(layer, lengths).as_tuple()[:3]),
                     self.pool,
-                    self.row_ids[layer],
+                    put(slots[layer]),
                     put(offsets_of(lengths)),
                     self.ring,
                     windows.ring_slot_idx[layer],
@@ -211,6 +216,30 @@ def test_a_new_sequence_begins_with_nothing_pending(backend: str) -> None:
     assert loop.device.get(loop.windows.num_pending).tolist() == [0, 3, 3, 0]
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_paused_sequence_keeps_what_is_pending(backend: str, lazy: bool) -> None:
+    loop = Loop(backend, ring_len=4, lazy=lazy)
+    for step in range(8):
+        paused = (0, 3) if step % 3 == 1 else ()
+        accepted = np.array([2, 1, 0, 2])
+        accepted[list(paused)] = 0
+        loop.step(np.full(4, 2), accepted, paused)
+        assert loop.device.get(loop.windows.num_pending)[0] > 0
+    assert_passed(bitwise(loop.fold(), loop.plain_pool(), "pool after the loop"))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_step_may_be_begun_again(backend: str, lazy: bool) -> None:
+    """After a verify that was refused, say; with other windows."""
+    loop = Loop(backend, ring_len=4, lazy=lazy)
+    for step in range(8):
+        for lengths in ([4, 1, 0, 3], [1, 4, 3, 0])[: step % 3]:
+            with on_backend(backend):
+                loop.windows.begin(loop.device.put(offsets_of(np.array(lengths))))
+        loop.step(np.full(4, 2), np.array([2, 1, 0, 2]))
+    assert_passed(bitwise(loop.fold(), loop.plain_pool(), "pool after the loop"))
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_fold_on_the_way_changes_nothing_in_the_end(backend: str, begun: bool) -> None:
     """Before or after the next windows are begun."""
@@ -247,6 +276,7 @@ def test_a_captured_step_is_replayed(lazy: bool) -> None:
 
     loops = [Loop("cuda", 8, lazy), Loop("cuda", 8, lazy)]
     lengths, accepted = cupy.zeros(5, cupy.uint32), cupy.zeros(4, cupy.uint32)
+    is_new = cupy.zeros(4, bool)
     graphed = loops[0].windows
     random = np.random.default_rng(3)
     for windows in (
@@ -255,21 +285,28 @@ def test_a_captured_step_is_replayed(lazy: bool) -> None:
     ):  # the first one compiles
         windows.begin(lengths)
         windows.accept(accepted)
+        windows.reset(is_new)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         graphed.begin(lengths)
         graphed.accept(accepted)
+        graphed.reset(is_new)
         graph = stream.end_capture()
     for _ in range(12):
         window, counts = random.integers(0, 6, 4), random.integers(0, 6, 4).astype(np.uint32)
+        ends = random.random(4) < 0.2
         lengths.set(offsets_of(window))
         accepted.set(counts)
+        is_new.set(ends)
+        others = [cupy.full(4, 255, cupy.uint8) for _ in range(8)]  # memory that a graph must not think its own
         cupy.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
         loops[1].windows.begin(cupy.asarray(offsets_of(window)))
         loops[1].windows.accept(cupy.asarray(counts))
+        loops[1].windows.reset(cupy.asarray(ends))
+        assert all((other == 255).all() for other in others)
         for name in ("ring_slot_idx", "pending_ring_slot_idx", "num_pending"):
             replayed, called = (getattr(loop.windows, name).get() for loop in loops)
             assert_passed(same_bytes(replayed, called, name))
@@ -305,6 +342,9 @@ def test_wrong_tables_change_nothing(cpu_backend: str) -> None:
         (windows.accept, np.array([1.0, 2.0], np.float32), "num_accepted: expected uint32 or int32"),
         (windows.accept, windows.num_pending, "num_pending: expected memory of its own, apart from num_accepted"),
         (windows.reset, np.array([1, 0], np.uint32), "is_new: expected bool"),
+        (windows.begin, None, "input_row_offsets: expected an array, got None"),
+        (windows.accept, None, "num_accepted: expected an array, got None"),
+        (windows.reset, None, "is_new: expected an array, got None"),
         (windows.reset, np.array([True]), "is_new: expected shape"),
     ]
     for call, given, words in refused:

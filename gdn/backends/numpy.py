@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdn.arrays import Argument
+from gdn.backends.pending_windows import WindowStep
 from gdn.gates import GateInputs
 from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.indices import IndexArray, folds_pending, has_pending, offset_values, slot_values
@@ -114,30 +115,26 @@ def gated_delta_gates(inputs: GateInputs, decay: Argument, beta: Argument) -> No
     beta.array[...] = 2 * sigmoid if inputs.allow_neg_eigval else sigmoid
 
 
-def pending_windows(
-    num_accepted: Argument | None,
-    input_row_offsets: Argument | None,
-    tables: Sequence[Argument],
-    ring_len: int,
-    *,
-    is_lazy: bool,
-) -> None:
+def pending_windows(step: WindowStep, tables: Sequence[Argument], ring_len: int, *, is_lazy: bool) -> None:
     """What `kernels/pending_windows.cu` says, on the tables that it changes."""
     own, pending_rows, spare, num_pending, window_len, first_place = (table.array for table in tables)
-    if num_accepted is not None:
-        accepted = first_place + np.minimum(slot_values(num_accepted), window_len)
+    if step.is_new is not None:
+        num_pending[step.is_new.array] = 0
+    if step.num_accepted is not None:
+        accepted = first_place + np.minimum(slot_values(step.num_accepted), window_len)
         num_pending[...] = np.select([window_len == 0, window_len > ring_len], [num_pending, 0], accepted)
-    if input_row_offsets is None:
         pending_rows[...] = own
+    if step.input_row_offsets is None:
         return
-    offsets = np.maximum(offset_values(input_row_offsets), 0)
-    window_len[...] = np.maximum(np.diff(offsets), 0)
+    offsets = np.maximum(offset_values(step.input_row_offsets), 0)
+    is_padding = False if step.slot_idx is None else slot_values(step.slot_idx) == PAD_SLOT
+    window_len[...] = np.where(is_padding, 0, np.maximum(np.diff(offsets), 0))
     fits = is_lazy & (num_pending.astype(np.int64) + window_len <= ring_len)
     moves = (num_pending > 0) & (window_len > 0) & ~fits
     first_place[...] = np.where(moves, 0, num_pending)
-    pending_rows[...] = own
-    own[...] = np.where(moves, spare, own)
-    spare[...] = np.where(moves, pending_rows, spare)
+    other = np.where(own == pending_rows, spare, own)
+    own[...] = np.where(moves, other, pending_rows)
+    spare[...] = np.where(moves, pending_rows, other)
 
 
 def _fold_slot(heads: HeadGeometry, pool: np.ndarray[Any, Any], slot: int, records: np.ndarray[Any, Any]) -> None:

@@ -45,7 +45,7 @@ def _row_document(run: BenchRun, row: Row) -> dict[str, Any]:
         "head_dims": [heads.key_head_dim, heads.value_head_dim],
         "batch": row.case.batch_size,
         "ring_len": call.ring_len if isinstance(call, RingCase) else None,
-        "num_pending": row.case.pending,
+        "num_pending": None if row.case.loop else row.case.pending,
         "form": row.case.form,
         "accept": row.case.loop and row.case.loop.accept,
         "work_dtype": call.work_dtype,

@@ -150,9 +150,9 @@ def _read_and_written(case: BenchCase) -> tuple[float, float]:
     if case.regime in ("decode", "prefill"):
         return 0, recurrence_bytes(case.recurrence_call)
     call = case.ring_call
-    if case.regime == "fused":
+    if case.regime == "fused" and case.pending:
         return 0, fused_bytes(call, case.pending)
-    if case.regime == "lazy":
+    if case.regime in ("fused", "lazy"):  # with nothing pending there is nothing to fold
         return lazy_bytes(call, case.pending), 0
     reading = 0 if case.regime == "fold" else verify_bytes(call)
     return reading, 0 if case.regime == "verify" else fold_bytes(call)

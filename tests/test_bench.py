@@ -565,6 +565,8 @@ def test_interrupt_leaves_the_finished_rows_printed_and_saved(
 
     def interrupted(case: BenchCase, *arguments: Any, **keywords: Any) -> Any:
         if finished:
+            if number == signal.SIGINT:  # which a shell has its background jobs ignore
+                raise KeyboardInterrupt
             signal.raise_signal(number)
         finished.append(case)
         return measure(case, *arguments, **keywords)

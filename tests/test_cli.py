@@ -167,7 +167,7 @@ def test_list_describes_every_case_in_a_line() -> None:
     assert described["conv_only_padding"] == "12 channels, 4 taps; lengths 2 1; float32 weights float32; silu"
     assert described["conv_width_2"].endswith("; float32 weights float32 bias float32")
     assert described["gates_of_one"] == "1 head; 1 token; float32"
-    assert described["steps_group_of_3"] == "1,3 heads of 32,32; 12 steps of 1 row; float32"
+    assert described["steps_group_of_3"] == "1,3 heads of 32,32; 12 steps of 2 rows; float32"
     assert described["no_sequences"] == "2,4 heads of 32,32; no sequences; float32"
 
 

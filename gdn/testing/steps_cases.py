@@ -149,7 +149,7 @@ def _named_cases() -> tuple[StepsCase, ...]:
         StepsCase("steps", HeadGeometry(2, 4, 32, 32), 4, num_steps=12),
         StepsCase("steps_bfloat16", HeadGeometry(2, 4, 32, 32), 4, 5, 8, 4, *bfloat16, index_dtype="int32"),
         StepsCase("steps_bfloat16_into_float32", HeadGeometry(2, 4, 32, 32), 4, 7, 6, 4, "bfloat16", "float32"),
-        StepsCase("steps_group_of_3", HeadGeometry(1, 3, 32, 32), 4, num_rows=1, num_steps=12),
+        StepsCase("steps_group_of_3", HeadGeometry(1, 3, 32, 32), 4, num_rows=2, num_steps=12),
         StepsCase("steps_of_16", HeadGeometry(2, 4, 32, 32), 16, num_rows=3),
         StepsCase("steps_96_192", HeadGeometry(1, 2, 96, 192), 4, num_rows=3),
     )

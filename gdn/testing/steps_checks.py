@@ -15,7 +15,7 @@ import numpy as np
 from gdn import oracle
 from gdn.testing.buffers import Array
 from gdn.testing.compare import FLOAT32_TOLERANCE, Comparison, Tolerance, bitwise, close
-from gdn.testing.steps_cases import LayerTokens, StepsArrays, StepsCase, advance, piece
+from gdn.testing.steps_cases import LayerTokens, Step, StepsArrays, StepsCase, advance, piece
 from gdn.testing.steps_layer import ACTIVATION, Layer
 
 _LAYER_TOLERANCE = Tolerance(
@@ -29,8 +29,10 @@ _LAYER_TOLERANCE = Tolerance(
 class StepsSubject:
     """A case that was run both ways on one backend.
 
-    readouts: of each step the accepted tokens' as the verify and as the plain layer gave them, and whether padding
-    read zero. pools: windows and states of the speculative layer and of the plain one after each step.
+    readouts: of each step those of the accepted tokens, as the verify and as the plain layer gave them.
+    paused: of each step the verify's readout of padding.
+    pools: after each step the windows of the speculative layer and of the plain one, then the states of both.
+    position: accepted tokens of each row, over all steps.
     """
 
     case: StepsCase
@@ -113,21 +115,32 @@ def at_once(subject: StepsSubject) -> Iterator[Comparison]:
 def wrong_counts_differ(subject: StepsSubject) -> Iterator[Comparison]:
     """The comparison bites: accepting a token less than was accepted leaves other windows and other states."""
     case, arrays = subject.case, subject.arrays
-    step, nothing = arrays.steps[0], np.zeros(case.num_rows, np.int64)
-    shortened = (step.accepted > 0) & (step.drafted <= case.ring_len) & ~step.is_paused
-    if not shortened.any():
+    number = next((number for number, step in enumerate(arrays.steps) if _folded(case, step).any()), None)
+    if number is None:
         return
+    step = arrays.steps[number]
+    position = sum((advance(earlier) for earlier in arrays.steps[:number]), np.zeros_like(subject.position))
+    if number:
+        windows, _, states, _ = subject.pools[number - 1]
+        arrays = replace(arrays, conv_state=windows, recurrent_state=states)
     layer = Layer(case, subject.backend, arrays)
-    window = piece(arrays.tokens, nothing, step.drafted, step.is_paused)
+    window = piece(arrays.tokens, position, step.drafted, step.is_paused)
     layer.verify(window, step.ring_rows)
-    layer.accept(window, step.ring_rows, step.accepted - shortened)
-    for name, wrong, right in (
-        ("windows", layer.windows(), subject.pools[0][0]),
-        ("states", layer.states(), subject.pools[0][2]),
-    ):
-        found = bitwise(wrong, right, f"{name} of a token less")
-        message = f"{found.name}: expected a difference, got equal pools" if found.passed else f"{found.name}: differ"
-        yield replace(found, passed=not found.passed, measure="must differ", worst_error=0.0, message=message)
+    layer.accept(window, step.ring_rows, step.accepted - _folded(case, step))
+    yield _must_differ(layer.windows(), subject.pools[number][0], "windows of a token less")
+    yield _must_differ(layer.states(), subject.pools[number][2], "states of a token less")
+
+
+def _folded(case: StepsCase, step: Step) -> Array:
+    """The rows whose records a step folds."""
+    rows: Array = (step.accepted > 0) & (step.drafted <= case.ring_len) & ~step.is_paused
+    return rows
+
+
+def _must_differ(wrong: Array, right: Array, name: str) -> Comparison:
+    found = bitwise(wrong, right, name)
+    message = f"{name}: expected a difference, got equal pools" if found.passed else f"{name}: differ"
+    return replace(found, passed=not found.passed, measure="must differ", worst_error=0.0, message=message)
 
 
 _Check = Callable[[StepsSubject], Iterator[Comparison]]

@@ -56,6 +56,7 @@ ONE_TOO_MANY = (
     "if (rows.begin + count < rows.end) rows.end = rows.begin + count;",
     "if (rows.begin + count + 1 < rows.end) rows.end = rows.begin + count + 1;",
 )
+DENSE_PLACES = "window.load(first + slot * slot_stride, channel_stride, 1)"
 OTHER_BITS = "for (int c = 0; c < CHANNELS; ++c) outputs[c] *= 1.0f + 2e-7f;"
 OF_TILE = "if (is_inner) filter.output(window, newest, outputs);"
 
@@ -175,6 +176,30 @@ FAULTS: dict[str, Fault] = {
         FWD,
         ("float sum = biases[channel];", "float sum = biases[channel] + (sizeof(OUT_TYPE) == 2 ? 0.01f : 0.0f);"),
         {"rounded"},
+    ),
+    "stride of places ignored": (
+        CONV1D_CASES["conv_strided"],
+        CONV,
+        ("window.load(first + slot * slot_stride, channel_stride, place_stride)", DENSE_PLACES),
+        {"oracle", "E5"},
+    ),
+    "stride of taps ignored": (
+        CONV1D_CASES["conv_strided"],
+        FWD,
+        ("stored.channel_stride, stored.tap_stride)", "stored.channel_stride, 1)"),
+        {"oracle", "E5"},
+    ),
+    "stride of biases ignored": (
+        CONV1D_CASES["conv_unaligned"],
+        FWD,
+        ("bias + channel * bias_stride", "bias + channel"),
+        {"oracle", "E5"},
+    ),
+    "stride of counts ignored": (
+        CONV1D_CASES["conv_unaligned"],
+        COMMIT,
+        ("num_accepted[sequence * num_accepted_stride]", "num_accepted[sequence]"),
+        {"commit"},
     ),
     "decay without its sign": (GATES, GATES_KERNEL, ("expf(-__fmul_rn(rate", "expf(__fmul_rn(rate"), {"oracle"}),
     "gates of the first tokens alone": (

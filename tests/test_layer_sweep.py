@@ -12,7 +12,7 @@ from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.testing.buffers import LAYOUTS
 from gdn.testing.catalogue import SWEEP_CASES, random_case, random_heads
 from gdn.testing.conv1d_cases import CONV1D_CASES, Conv1dCase, build_conv1d_arrays
-from gdn.testing.conv1d_checks import CONV1D_CHECKS
+from gdn.testing.conv1d_checks import CONV1D_CHECKS, tables_of_counts
 from gdn.testing.gates_cases import GATES_CASES, GatesCase, build_gates_arrays
 from gdn.testing.gates_checks import GATES_CHECKS
 from gdn.testing.layer_cases import LAYER_CASES, LayerCase, random_layer_case
@@ -87,11 +87,25 @@ def test_named_convolutions_use_everything() -> None:
     assert {case.bias_dtype for case in cases} == FLOATS | {None}
     assert {case.state_layout for case in cases} == set(LAYOUTS[3])
     assert {case.index_layout for case in cases} == set(LAYOUTS[1])
-    assert {case.qkv_layout for case in cases} == set(LAYOUTS[2]) - {"column_major"}
-    assert {case.weight_layout for case in cases} >= {"dense", "slice", "unaligned", "column_major", "reversed"}
+    for field in ("qkv_layout", "weight_layout", "out_layout"):
+        assert {getattr(case, field) for case in cases} == set(LAYOUTS[2])
     for several in (4 * 128, 128):  # channels of a block, and of one whose threads take one each
         assert any(case.conv_dim > several and (case.conv_dim % 4 == 0) == (several > 128) for case in cases)
-    assert any(case.total_seq_len > 1024 and case.work_dtype != "float32" for case in cases)  # tiles of two sizes
+    # Beside its rows alone it is cut into tiles of another size, which only unrounded outputs can show.
+    assert any(
+        case.total_seq_len > 1024 > max(case.lengths) and case.work_dtype != "float32" == case.out_dtype
+        for case in cases
+    )
+
+
+def test_commits_go_over_every_count() -> None:
+    """All from 0 to one above the length; of a long row the first ones and the last."""
+    lengths = np.array([0, 1, 3, 9, 17])
+    tables = list(tables_of_counts(lengths))
+    for row, length in enumerate(lengths):
+        counts = {int(table[row]) for table in tables}
+        assert counts == ({*range(length + 2)} if length <= 9 else {0, 1, 2, 3, 4, 13, 14, 15, 16, 17, 18})
+    assert list(tables_of_counts(np.zeros(0, np.int64))) == []
 
 
 def test_named_steps_use_every_kind_of_window() -> None:

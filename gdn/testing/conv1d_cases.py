@@ -119,15 +119,20 @@ def _named_cases() -> tuple[Conv1dCase, ...]:
         _case("conv_width_2", 20, 2, edges, bias_dtype="float32", activation=None),
         _case("conv_width_3", 7, 3, short, bias_dtype="bfloat16", index_dtype="int32", **float16, **everyone),
         _case("conv_width_4", 1032, 4, short, inputs="scaled_rows", **everyone),
-        _case("conv_width_5", 8, 5, edges, state_dtype="bfloat16", activation=None, **everyone),
-        _case("conv_width_6", 5, 6, short, work_dtype="bfloat16", state_dtype="float16", bias_dtype="float16"),
+        _case(
+            "conv_width_5", 8, 5, edges, state_dtype="bfloat16", activation=None, qkv_layout="column_major", **everyone
+        ),
+        _case(
+            "conv_width_6", 5, 6, short, work_dtype="bfloat16", state_dtype="float16", bias_dtype="float16",
+            weight_layout="every_other", out_layout="every_other"
+        ),
         _case("conv_width_7", 12, 7, edges, weight_dtype="float16", bias_dtype="float32", state_layout="by_place"),
         _case("conv_width_8", 12, 8, (*short, 6, 7, 8, 40), bias_dtype="float32", **everyone),
         _case("conv_decode", 1032, 4, (1,) * 24, padding=(7,), trailing_rows=3),
         _case("conv_decode_bfloat16", 1032, 4, (1,) * 9, state_layout="by_place", padding=(7,), **bfloat16),
         _case("conv_bfloat16", 520, 4, edges, inputs="scaled_rows", **bfloat16, **everyone),
         _case("conv_float16_into_float32", 516, 4, edges, work_dtype="float16", out_dtype="float32", **everyone),
-        _case("conv_many_rows", 20, 4, (700, 0, 2, 455, 1, 3), **bfloat16),
+        _case("conv_many_rows", 20, 4, (700, 0, 2, 455, 1, 3), out_dtype="float32", **bfloat16),
         _case("conv_blocks_of_single_channels", 515, 4, short, **everyone),
         _case("conv_only_padding", 12, 4, (2, 1), padding=(0, 1)),
         _case("conv_only_empty_sequences", 12, 4, (0, 0, 0), leading_rows=2, trailing_rows=1),

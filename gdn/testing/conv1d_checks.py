@@ -19,7 +19,7 @@ from gdn.testing.conv1d_cases import Conv1dArrays, Conv1dCase
 from gdn.testing.watched import run_watched
 
 _DENSE: dict[str, str] = {}
-_ALL_COUNTS_OF = 9  # tokens: of longer sequences a few counts are enough
+_ALL_COUNTS_OF = 9  # tokens: of longer sequences the first counts and the last are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,17 +284,23 @@ def kept_windows(subject: Conv1dSubject) -> Iterator[Comparison]:
 
 def commits(subject: Conv1dSubject) -> Iterator[Comparison]:
     """A commit of n tokens leaves what a call over the first n leaves, for n from 0 to all and above."""
-    everyone, most = range(len(subject.lengths)), min(int(max(subject.lengths, default=0)), _ALL_COUNTS_OF)
-    for first in range(most + 2 if everyone else 0):
-        counts = (np.arange(len(subject.lengths)) + first) % (subject.lengths + 2)
+    for number, counts in enumerate(tables_of_counts(subject.lengths)):
         taken = np.minimum(counts, subject.lengths)
-        plain = subject.run(_select(subject, everyone, [(0, int(n)) for n in taken]))
-        # One above the length, the largest number there is (-1 as int32) in its stead: both mean all tokens.
-        told = np.where((counts > subject.lengths) & (first % 2 == 0), 0xFFFFFFFF, counts).astype(np.uint32)
+        plain = subject.run(_select(subject, range(len(taken)), [(0, int(n)) for n in taken]))
+        # More than there are is also said with the largest number, -1 as int32.
+        told = np.where((counts > subject.lengths) & (number % 2 == 0), 0xFFFFFFFF, counts).astype(np.uint32)
         pool, kept = commit(subject, subject.arrays.conv_state, told.view(subject.arrays.slot_idx.dtype))
         yield same_bytes(pool, plain.conv_state, f"commit of {_few(counts)} tokens")
         yield from _others_kept(subject, pool, np.flatnonzero((taken > 0) & (subject.slots != PAD_SLOT)))
         yield from (comparison for comparison in kept if not comparison.passed)
+
+
+def tables_of_counts(lengths: Array) -> Iterator[Array]:
+    """Counts for each sequence, in turn all from 0 to one above its length; in long ones those at either end."""
+    shorter = np.minimum(lengths, _ALL_COUNTS_OF)
+    for first in range(int(shorter.max()) + 2 if len(lengths) else 0):
+        count = (np.arange(len(lengths)) + first) % (shorter + 2)
+        yield np.where(count <= shorter // 2, count, lengths - shorter + count)
 
 
 def _few(counts: Array) -> str:

@@ -67,7 +67,7 @@ def _first_rows(counts: Array, wanted: Array) -> Array:
 
 
 def against_oracle(subject: StepsSubject) -> Iterator[Comparison]:
-    """Windows, states and the last readouts of a float32 layer within tolerance of three oracles in a row."""
+    """Windows of a float32 layer equal to, states within tolerance of, what three oracles in a row leave."""
     arrays = subject.arrays
     if (subject.case.work_dtype, subject.case.state_dtype) != ("float32", "float32") or not subject.position.any():
         return

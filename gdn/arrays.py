@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from gdn.errors import DeviceError, DTypeError, LayoutError, ShapeError, rejection
+from gdn import dlpack
+from gdn.errors import DeviceError, DTypeError, GdnError, LayoutError, ShapeError, rejection
 
 CPU = "cpu"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -24,8 +25,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 #: Bytes of the kernels' widest accesses. What is compiled and launched may depend on addresses by this much alone.
 ALIGNMENT = 16
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_DLPACK_CPU = 1
-_DLPACK_CUDA = 2
+# Device types of DLPack: memory of the CPU, plain or pinned for a GPU; memory of a GPU, plain or managed.
+_DLPACK_CPU = (1, 3)
+_DLPACK_CUDA = (2, 13)
 
 
 class Argument(NamedTuple):
@@ -138,17 +140,19 @@ def _adopt(name: str, value: Any) -> Any:
     if ndarray is not None and isinstance(value, ndarray):
         return value
     try:
+        _refuse_negation(name, value)
         if hasattr(value, "__dlpack_device__"):
             device_type = int(value.__dlpack_device__()[0])
-            if device_type == _DLPACK_CPU:
-                return np.from_dlpack(value)
-            if device_type == _DLPACK_CUDA:
+            if device_type in _DLPACK_CPU:
+                return dlpack.numpy_array(value)
+            if device_type in _DLPACK_CUDA:
+                # CuPy names its current stream, and the producer has that wait for what it has enqueued elsewhere.
                 return _cupy(name).from_dlpack(value)
             raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
         if hasattr(value, "__cuda_array_interface__"):
             return _cupy(name).asarray(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, DeviceError):
+        if isinstance(error, GdnError):
             raise
         raise DTypeError(
             rejection(name, "an array whose memory can be shared", f"{_type_name(value)}: {error}")
@@ -159,6 +163,14 @@ def _adopt(name: str, value: Any) -> Any:
 def _refuse_mask(name: str, value: Any) -> None:
     if isinstance(value, np.ma.MaskedArray):
         raise DTypeError(rejection(name, "an array without a mask, which no op would honour", _type_name(value)))
+
+
+def _refuse_negation(name: str, value: Any) -> None:
+    """PyTorch keeps the sign of some views (`x.conj().imag`) in a flag, and exports the memory all the same."""
+    is_negated = getattr(value, "is_neg", None)
+    if callable(is_negated) and is_negated():
+        expected = "memory that holds the values themselves (call .resolve_neg())"
+        raise LayoutError(rejection(name, expected, f"{_type_name(value)} with the negative bit set"))
 
 
 def _cupy(name: str) -> Any:

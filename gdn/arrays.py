@@ -225,12 +225,18 @@ def _strides_of(name: str, value: Any, shape: tuple[int, ...], itemsize: int) ->
 
 
 def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
-    """A new array in the place of a call's arguments."""
+    """A new array in the place of a call's arguments.
+
+    Raises DeviceError in a stream capture: there an allocation may fail, and memory that CuPy gives away again once the
+    array is gone would be written by every replay.
+    """
     if place == CPU:
         return np.empty(shape, DTYPES[dtype])
     import cupy
 
     with in_place(place):
+        if cupy.cuda.get_current_stream().is_capturing():
+            raise DeviceError(rejection("out", "an array to write to, which a stream capture does not make", None))
         return cupy.empty(shape, DTYPES[dtype])
 
 

@@ -1,16 +1,17 @@
 """The public functions. Contract of arrays, index values and exactness: see the docstrings and README.
 
 Arrays of one call live in one place. On a GPU (CuPy, or anything that shares its memory by DLPack or
-`__cuda_array_interface__`) a call enqueues a kernel on CuPy's current stream and returns without waiting: keep arrays
-of other frameworks alive, and their stream CuPy's current one, until the kernel has run. NumPy arrays are computed at
-once, by the backend that `gdn.use_backend` names.
+`__cuda_array_interface__`) a call enqueues a kernel on the current stream that CuPy has for the arrays' device, and
+returns without waiting: keep arrays of other frameworks alive, and their stream CuPy's current one, until the kernel
+has run (docs/frameworks.md). In a stream capture a call is refused that would have to compile or allocate: give
+``out``, and call `gdn.warmup` before. Calls on a CPU are computed at once, by the backend that `gdn.use_backend` names.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from gdn import arrays, calls
@@ -47,6 +48,7 @@ __all__ = [
     "gated_delta_recurrence_verify_ring",
     "gated_delta_ring_record_elements",
     "gated_delta_state_fold",
+    "warmup",
 ]
 
 
@@ -289,10 +291,10 @@ def gated_delta_gates(
         ShapeError, DTypeError, LayoutError, DeviceError: an argument breaks a rule above; nothing was written.
         KernelCompileError: the kernel did not compile.
     """
-    decay, beta = _gates_given(out)
-    result = calls.run(_flat_gate_rules(bool(allow_neg_eigval)), a, b, A_log, dt_bias, decay, beta)
+    rules, given = _gate_call(a, b, A_log, dt_bias, allow_neg_eigval, out)
+    result = calls.run(rules, *given)
     # A call with a plan returns its last array alone; it was given arrays of CuPy's own.
-    return result if isinstance(result, tuple) else (decay, beta)
+    return result if isinstance(result, tuple) else given[-2:]
 
 
 def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCall:
@@ -308,7 +310,8 @@ def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCa
     The call is on these arrays, which are kept alive: values in them may change between runs; shape, type and memory of
     an array may not. Where ``out`` is not given, it is made once and every run writes to it again. On a GPU a run
     enqueues one kernel on the stream that is CuPy's current one at that time, from any thread, and may be captured into
-    a CUDA graph at once: the kernel is compiled here. NumPy arrays stay with the backend that is chosen here, and each
+    a CUDA graph at once: the kernel is compiled here. Arrays of other frameworks are taken over here, too, once and for
+    all: their streams are not waited for again. NumPy arrays stay with the backend that is chosen here, and each
     run checks their index values, as the op does.
 
     Args:
@@ -320,6 +323,27 @@ def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCa
         TypeError: arguments are missing or unknown, as for any call.
     """
     return BoundCall(*_rules_of(op, arguments, keywords))
+
+
+def warmup(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
+    """Check a call and compile and load what it needs, so that it and others of its kind may be captured into a graph.
+
+    Nothing is enqueued or written. Calls are of one kind where their arrays differ in nothing but addresses, and these
+    in multiples of 16 bytes; in the calling thread ops check such calls no more in full. NumPy arrays compile a kernel
+    where `gdn.use_backend` names the backend host. `gdn.warmup` is the same function::
+
+        gdn.warmup(gdn.ops.gated_delta_recurrence_fwd, qkv, decay, beta, state, slot_idx, offsets, out=out)
+
+    Args:
+        op: a function of this module that runs a kernel.
+        *arguments, **keywords: what the op will be called with, ``out`` included where it will be given.
+
+    Raises:
+        GdnError: what the op itself would refuse, index values aside, and an op that is none.
+        TypeError: arguments are missing or unknown, as for any call.
+    """
+    rules, given = _rules_of(op, arguments, keywords)
+    calls.warmup(rules, *given)
 
 
 def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
@@ -349,13 +373,13 @@ def _rules_of(
     op: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Rules, tuple[Any, ...]]:
     """The rules of an op, and what they take for a call of it."""
-    rules = _RULES.get(op)
-    if rules is None:
-        known = ", ".join(function.__name__ for function in _RULES)
+    call = _CALLS.get(op)
+    if call is None:
+        known = ", ".join(function.__name__ for function in _CALLS)
         raise GdnError(rejection("op", f"one of {known}", getattr(op, "__name__", repr(op))))
     bound = inspect.signature(op).bind(*arguments, **keywords)  # puts keywords in the order of the signature
     bound.apply_defaults()
-    return rules, tuple(bound.arguments.values())
+    return call(*bound.arguments.values())
 
 
 # ---- The rules of each op, and what runs it ----
@@ -450,8 +474,11 @@ def _fold_rules(recurrent_state: Any, row_ids: Any, ring: Any, ring_row_ids: Any
     return Checked(place, lambda: check_fold_indices(inputs), ready)
 
 
-def _gate_rules(a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any) -> Checked:
-    return _flat_gate_rules(bool(allow_neg_eigval))(a, b, A_log, dt_bias, *_gates_given(out))
+def _gate_call(
+    a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any
+) -> tuple[Rules, tuple[Any, ...]]:
+    """The rules for these gates, which take arrays alone, and the arrays."""
+    return _gate_rules(bool(allow_neg_eigval)), (a, b, A_log, dt_bias, *_gates_given(out))
 
 
 def _gates_given(out: Any) -> tuple[Any, Any]:
@@ -464,7 +491,7 @@ def _gates_given(out: Any) -> tuple[Any, Any]:
 
 
 @cache  # so that calls of one kind take one plan
-def _flat_gate_rules(allow_neg_eigval: bool) -> Rules:
+def _gate_rules(allow_neg_eigval: bool) -> Rules:
     def rules(a: Any, b: Any, A_log: Any, dt_bias: Any, decay: Any, beta: Any) -> Checked:
         inputs = gate_inputs(arrays.take, a, b, A_log, dt_bias, allow_neg_eigval=allow_neg_eigval)
         place = require_one_place(inputs.arguments)
@@ -505,9 +532,14 @@ def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
     return arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
 
 
-_RULES: dict[Callable[..., Any], Rules] = {
-    gated_delta_gates: _gate_rules,
-    gated_delta_recurrence_fwd: _fwd_rules,
-    gated_delta_recurrence_verify_ring: _verify_rules,
-    gated_delta_state_fold: _fold_rules,
+def _plain(rules: Rules, *given: Any) -> tuple[Rules, tuple[Any, ...]]:
+    return rules, given
+
+
+#: Makes of an op's arguments, in the order of its signature, its rules and what these take.
+_CALLS: dict[Callable[..., Any], Callable[..., tuple[Rules, tuple[Any, ...]]]] = {
+    gated_delta_gates: _gate_call,
+    gated_delta_recurrence_fwd: partial(_plain, _fwd_rules),
+    gated_delta_recurrence_verify_ring: partial(_plain, _verify_rules),
+    gated_delta_state_fold: partial(_plain, _fold_rules),
 }

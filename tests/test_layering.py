@@ -58,7 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence", "gdn.backends.ring"),
     ),
     "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
-    "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends"),
+    "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends", "gdn.ops"),
     "gdn.plans": ("gdn.arrays", "gdn.backends.cuda"),
     "gdn.calls": (
         *("gdn.arrays", "gdn.plans", "gdn.backends"),

@@ -129,19 +129,31 @@ class ReadyLaunch:
             self()
 
     def _ensure_context(self) -> None:
-        """Make the context of the current device that of this thread, as the runtime does at most calls of it."""
+        """Make the context of the current device that of this thread, which the driver does not do by itself."""
         if self._device not in _thread.devices:
-            self._cuda.runtime.memGetInfo()
+            self._cuda.runtime.setDevice(self._device)  # allowed in a capture, too
             _thread.devices.add(self._device)
+
+
+def is_capturing(device: int) -> bool:
+    """Whether CuPy's current stream of a device is being captured into a graph."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return bool(cupy.cuda.get_current_stream(device).is_capturing())
 
 
 def load(variant: Variant, device: int) -> Any:
     """The compiled kernel of a variant on one device; compiles at the first call.
 
-    Raises DeviceError for a device the kernels cannot serve, KernelCompileError when no binary can be made.
+    Raises DeviceError for a device the kernels cannot serve, and for a first call in a stream capture;
+    KernelCompileError when no binary can be made.
     """
     function = _functions.get((variant, device))
     if function is None:
+        if is_capturing(device):
+            expected = "a kernel that was compiled and loaded before a stream capture (call gdn.warmup first)"
+            raise DeviceError(rejection(variant.kernel.stem, expected, "a first call in one"))
         with _compile_lock:
             function = _functions.get((variant, device)) or _compile(variant, device)
             _functions[variant, device] = function

@@ -171,6 +171,7 @@ def _compile(variant: Variant, device: int) -> Any:
             function = module.get_function(stem)
             if variant.launch_shared_bytes:
                 function.max_dynamic_shared_size_bytes = variant.launch_shared_bytes
+            _ = function.num_regs  # the driver may load lazily, but for this; a first launch could wait otherwise
             return function
         except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
             raise _compile_error(variant, str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -322,3 +323,49 @@ def test_torch_tensors_on_a_gpu_that_are_refused(torch: Any, new_call: type[Call
     call["slot_idx"] = call["slot_idx"].cpu()
     with pytest.raises(GdnError, match=r"^slot_idx: expected an array on cuda:0"):
         call.run("cuda")
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "frameworks.md").read_text(encoding="utf-8")
+NAMES_OF_PAGE = {
+    "qkv_conv_output": "qkv",
+    "decay_per_token": "decay",
+    "beta_per_token": "beta",
+    "recurrent_state": "pool",
+    "slot_idx": "slot_idx",
+    "input_row_offsets": "input_row_offsets",
+}
+
+
+def blocks_of_page(heading: str) -> list[str]:
+    """The Python under a heading of docs/frameworks.md."""
+    return re.findall(r"```python\n(.*?)```", PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0], re.DOTALL)
+
+
+@pytest.mark.parametrize(("heading", "count"), [("PyTorch", 3), ("JAX", 1)])
+def test_the_python_of_the_page_is_python(heading: str, count: int) -> None:
+    for block in blocks_of_page(heading):
+        compile(block, "frameworks.md", "exec")
+        count -= 1
+    assert count == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_page_does_what_it_says(
+    to_gpu: tuple[Callable[[Any], Any], Callable[[Any], int]], new_call: type[Call], dtype: str
+) -> None:
+    """The blocks under the framework's heading run: with PyTorch three calls one after the other, with JAX one."""
+    import cupy
+
+    put, _ = to_gpu
+    call, plain = (new_call(work_dtype=dtype, state_dtype=dtype) for _ in range(2))
+    names = {NAMES_OF_PAGE[name]: put(call[name]) for name in NAMES_OF_PAGE}
+    heading = "PyTorch" if hasattr(names["qkv"], "data_ptr") else "JAX"
+    for block in blocks_of_page(heading):
+        exec(compile(block, "frameworks.md", "exec"), names)
+    cupy.cuda.Device().synchronize()
+    plain.arguments = {name: cupy.asarray(array) for name, array in plain.arguments.items()}
+    for _ in range(3 if heading == "PyTorch" else 1):
+        plain.run("cuda")
+    for name, expected in (("pool", plain["recurrent_state"]), ("readout", plain["out"])):
+        assert take(name, names[name]).array.get().tobytes() == expected.get().tobytes(), name

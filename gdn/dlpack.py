@@ -1,4 +1,8 @@
-"""NumPy arrays over the CPU memory of other libraries, by DLPack; bfloat16 too, which NumPy's own reader refuses."""
+"""NumPy arrays over the CPU memory of other libraries, by DLPack.
+
+NumPy's own reader refuses bfloat16, and before NumPy 2.1 it makes every array read-only. A capsule of DLPack is a
+struct with a destructor, so that there is little to do: an array over the memory keeps the capsule.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,42 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# As in dlpack.h. A capsule's name says which struct it holds; the number is where in it the type code lies.
-_TYPE_CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 32 + 20}
-_UNSIGNED = 1
+_VERSION = (1, 0)
+_READ_ONLY = 1
 _BFLOAT = 4
+#: NumPy's letter for a type code; bfloat16 is shown as words first.
+_KINDS = {0: "i", 1: "u", 2: "f", _BFLOAT: "u", 5: "c", 6: "b"}
+
+
+class _Tensor(ctypes.Structure):
+    """`DLTensor` of dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; none for a dense array
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    """`DLManagedTensorVersioned` of dlpack.h, from DLPack 1.0 on; before, a capsule holds the tensor first."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
 
 _is_capsule = ctypes.pythonapi.PyCapsule_IsValid
 _is_capsule.argtypes, _is_capsule.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
@@ -19,39 +55,50 @@ _address_in = ctypes.pythonapi.PyCapsule_GetPointer
 _address_in.argtypes, _address_in.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
 
 
+class _Shown:
+    """Memory as NumPy takes it; lives as long as arrays over it, and keeps the capsule, whose end frees the memory."""
+
+    def __init__(self, capsule: Any, interface: dict[str, Any]) -> None:
+        self._capsule = capsule
+        self.__array_interface__ = interface
+
+
 def numpy_array(producer: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array over the CPU memory of whatever has `__dlpack__`, without a copy.
+    """A NumPy array over the CPU memory of whatever has `__dlpack__`, bfloat16 included, without a copy.
 
     It is read-only unless the producer says, as DLPack 1.0 lets it, that its memory may be written.
-    Raises what the producer and NumPy raise where memory cannot be shared.
+    Raises BufferError for what NumPy has no type for, and what the producer raises.
     """
-    words = _Words(producer)
-    array: np.ndarray[Any, Any] = np.from_dlpack(words)
-    return array.view(ml_dtypes.bfloat16) if words.are_bfloat16 else array
+    try:
+        capsule = producer.__dlpack__(max_version=_VERSION, copy=False)
+    except TypeError:  # it knows DLPack from before 1.0
+        capsule = producer.__dlpack__()
+    tensor, is_writable = read(capsule)
+    kind = _KINDS.get(tensor.type_code)
+    if kind is None or tensor.lanes != 1 or tensor.bits % 8:
+        raise BufferError(f"DLPack type {tensor.type_code} of {tensor.bits} bits and {tensor.lanes} lanes")
+    itemsize = tensor.bits // 8
+    interface = {
+        "version": 3,
+        "shape": tuple(tensor.shape[: tensor.ndim]),
+        "strides": tuple(stride * itemsize for stride in tensor.strides[: tensor.ndim]) if tensor.strides else None,
+        "typestr": f"{'|' if itemsize == 1 else '='}{kind}{itemsize}",
+        "data": ((tensor.data or 0) + tensor.byte_offset, not is_writable),
+    }
+    array: np.ndarray[Any, Any] = np.asarray(_Shown(capsule, interface))
+    return array.view(ml_dtypes.bfloat16) if tensor.type_code == _BFLOAT else array
 
 
-class _Words:
-    """A producer whose bfloat16 elements are shown as words of 16 bits, a type that NumPy takes."""
+def read(capsule: Any) -> tuple[_Tensor, bool]:
+    """What a capsule holds, at its very address, and whether it may be written.
 
-    def __init__(self, producer: Any) -> None:
-        self._producer = producer
-        self.are_bfloat16 = False
-
-    def __dlpack_device__(self) -> Any:
-        return self._producer.__dlpack_device__()
-
-    def __dlpack__(self, **keywords: Any) -> Any:
-        capsule = self._producer.__dlpack__(**keywords)  # holds a struct of its own, so that it may be changed
-        type_code = type_code_of(capsule)
-        if type_code is not None and type_code.value == _BFLOAT:
-            type_code.value = _UNSIGNED
-            self.are_bfloat16 = True
-        return capsule
-
-
-def type_code_of(capsule: Any) -> ctypes.c_uint8 | None:
-    """The type code in a DLPack capsule, to be read and changed; None for something else."""
-    for name, offset in _TYPE_CODE_OFFSETS.items():
-        if _is_capsule(capsule, name):
-            return ctypes.c_uint8.from_address(_address_in(capsule, name) + offset)
-    return None
+    Raises BufferError for something else, and for a version of DLPack that is not known here.
+    """
+    if _is_capsule(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_address_in(capsule, b"dltensor_versioned"))
+        if versioned.major > _VERSION[0]:
+            raise BufferError(f"DLPack {versioned.major}.{versioned.minor}, later than {_VERSION[0]}")
+        return versioned.tensor, not versioned.flags & _READ_ONLY
+    if _is_capsule(capsule, b"dltensor"):
+        return _Tensor.from_address(_address_in(capsule, b"dltensor")), False
+    raise BufferError(f"{type(capsule).__name__} instead of a DLPack capsule")

@@ -310,9 +310,9 @@ def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCa
     The call is on these arrays, which are kept alive: values in them may change between runs; shape, type and memory of
     an array may not. Where ``out`` is not given, it is made once and every run writes to it again. On a GPU a run
     enqueues one kernel on the stream that is CuPy's current one at that time, from any thread, and may be captured into
-    a CUDA graph at once: the kernel is compiled here. Arrays of other frameworks are taken over here, too, once and for
-    all: their streams are not waited for again. NumPy arrays stay with the backend that is chosen here, and each
-    run checks their index values, as the op does.
+    a CUDA graph at once: the kernel is compiled here. Arrays of other frameworks are taken over here, once and for all:
+    their streams are not waited for again. NumPy arrays stay with the backend that is chosen here, and each run checks
+    their index values, as the op does.
 
     Args:
         op: a function of this module that runs a kernel.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,20 +33,20 @@ class OfAnotherLibrary:
     """
 
     def __init__(self, array: Any, device: tuple[int, int] = (1, 0), *, is_versioned: bool = True) -> None:
+        if is_versioned and np.lib.NumpyVersion(np.__version__) < "2.1.0":
+            pytest.skip("this NumPy does not speak DLPack 1.0, with which another library would")
         self.array, self.device, self.is_versioned = array, device, is_versioned
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 
     def __dlpack__(self, **keywords: Any) -> Any:
-        if not self.is_versioned:
-            keywords = {}
-        if self.array.dtype != BFLOAT16:
-            return self.array.__dlpack__(**keywords)
-        capsule = self.array.view(np.uint16).__dlpack__(**keywords)
-        type_code = dlpack.type_code_of(capsule)
-        assert type_code is not None
-        type_code.value = 4
+        if keywords and not self.is_versioned:
+            raise TypeError("unexpected keyword argument")
+        is_bfloat16 = self.array.dtype == BFLOAT16
+        capsule = (self.array.view(np.uint16) if is_bfloat16 else self.array).__dlpack__(**keywords)
+        if is_bfloat16:
+            dlpack.read(capsule)[0].type_code = 4
         return capsule
 
 
@@ -93,6 +96,13 @@ def test_bfloat16_is_described_as_it_lies(strides: Any, is_versioned: bool) -> N
     assert taken.array.flags.writeable == is_versioned
 
 
+def test_memory_that_is_said_to_be_read_only_is() -> None:
+    array = np.zeros(3, BFLOAT16)
+    assert take("a", OfAnotherLibrary(array)).array.flags.writeable
+    array.flags.writeable = False
+    assert not take("a", OfAnotherLibrary(array)).array.flags.writeable
+
+
 def test_memory_that_nobody_says_may_be_written_is_not(call: Call, cpu_backend: str) -> None:
     for name in ("recurrent_state", "out"):
         before = call[name]
@@ -101,20 +111,68 @@ def test_memory_that_nobody_says_may_be_written_is_not(call: Call, cpu_backend: 
         call[name] = before
 
 
-def test_what_is_no_capsule_is_for_numpy_to_refuse() -> None:
+def of_capsule(change: Callable[[Any], Any]) -> Any:
+    """Memory whose capsule was changed."""
+
     class Wrong(OfAnotherLibrary):
         def __dlpack__(self, **keywords: Any) -> Any:
-            return 3
+            capsule = super().__dlpack__(**keywords)
+            return change(capsule) or capsule
 
-    with pytest.raises(DTypeError, match=r"^a: expected an array whose memory can be shared, got .*Wrong: "):
-        take("a", Wrong(np.zeros(3)))
+    return Wrong(np.zeros(3, np.float32))
 
 
-def test_memory_is_kept_alive() -> None:
-    array = take("a", OfAnotherLibrary(np.full(1 << 16, 3, BFLOAT16))).array
-    others = [np.full(1 << 16, 7, BFLOAT16) for _ in range(8)]
-    assert (array == BFLOAT16.type(3)).all()
-    del others
+def set_field(name: str, value: int) -> Callable[[Any], None]:
+    return lambda capsule: setattr(dlpack.read(capsule)[0], name, value)
+
+
+def set_major_version(capsule: Any) -> None:
+    ctypes.c_uint32.from_address(ctypes.addressof(dlpack.read(capsule)[0]) - 32).value = 2  # 32 bytes before the tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_major_version, r"DLPack 2\.\d, later than 1"),
+        (lambda capsule: 3, "int instead of a DLPack capsule"),
+        (set_field("type_code", 3), "DLPack type 3 of 32 bits and 1 lanes"),
+        (set_field("lanes", 4), "DLPack type 2 of 32 bits and 4 lanes"),
+        (set_field("bits", 4), "DLPack type 2 of 4 bits and 1 lanes"),
+    ],
+)
+def test_a_capsule_that_numpy_has_no_type_for(change: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(DTypeError, match=rf"^a: expected an array whose memory can be shared, got .*Wrong: {words}$"):
+        take("a", of_capsule(change))
+
+
+def test_memory_is_given_back_once() -> None:
+    """When the last array over it is gone, and not before."""
+    memory = np.full(100, 3, BFLOAT16)
+    producer = OfAnotherLibrary(memory)
+    del memory
+    arrays_over_it = [take("a", producer).array for _ in range(3)]
+    views = [array[5:] for array in arrays_over_it]
+    del arrays_over_it
+    gc.collect()
+    assert all((view == BFLOAT16.type(3)).all() for view in views)
+    watched = weakref.ref(producer.array)
+    del producer
+    gc.collect()
+    assert watched() is not None
+    views.clear()
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_copy_is_no_help() -> None:
+    class Copying(OfAnotherLibrary):
+        def __dlpack__(self, **keywords: Any) -> Any:
+            if keywords.get("copy", False) is False:
+                raise BufferError("this needs a copy")
+            return super().__dlpack__(**keywords)
+
+    with pytest.raises(DTypeError, match=r"Copying: this needs a copy$"):
+        take("a", Copying(np.zeros(3, np.float32)))
 
 
 # ---- PyTorch on a CPU ----

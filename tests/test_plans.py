@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 
-from gdn import arrays, calls, ops, plans
+from gdn import arrays, calls, ops, plans, rules
 from gdn.backends import cuda
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile, forced_row_tile
@@ -74,12 +74,12 @@ class Gpu:
             self.num_contexts += 1
             return 0, 0
 
-        def checked(*given: Any, right: Callable[..., Any] = ops.recurrence_inputs) -> Any:
+        def checked(*given: Any, right: Callable[..., Any] = rules.recurrence_inputs) -> Any:
             self.num_checked += 1
             return right(*given)
 
-        monkeypatch.setattr(ops, "recurrence_inputs", checked)
-        monkeypatch.setattr(ops, "fold_inputs", lambda *given, right=ops.fold_inputs: checked(*given, right=right))
+        monkeypatch.setattr(rules, "recurrence_inputs", checked)
+        monkeypatch.setattr(rules, "fold_inputs", lambda *given, right=rules.fold_inputs: checked(*given, right=right))
         monkeypatch.setattr(plans, "_plans", plans._Plans())
         monkeypatch.setattr(cuda, "_thread", cuda._Thread())
         monkeypatch.setattr(cuda, "require_device", lambda device: None)
@@ -250,7 +250,7 @@ def test_one_op_does_not_take_the_plan_of_another(gpu: Gpu, call_of_fwd: Call) -
     gpu.last(call.run, num_checked=1)
 
     def rules_of_another(*given: Any) -> calls.Checked:
-        return ops._fwd_rules(*given)
+        return rules.fwd_rules(*given)
 
     *six, out = call.arrays.values()
     gpu.last(lambda: calls.run(rules_of_another, *six, None, None, None, out), num_checked=1)
@@ -369,14 +369,14 @@ def test_an_address_of_something_else_makes_no_plan(
     gpu: Gpu, call_of_fwd: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch may take memory that the call was not given; nobody would put that of the next call there."""
-    right = ops.fwd_kernel.launch
+    right = rules.fwd_kernel.launch
 
     def launch(*call: Any) -> Any:
         made = right(*call)
         variant = type(made.variant)(made.variant.kernel, (*made.variant.macros, ("SHARED_BYTES", "64")))
         return type(made)(variant, made.num_blocks, made.threads_per_block, (12345, *made.arguments[1:]))
 
-    monkeypatch.setattr(ops.fwd_kernel, "launch", launch)
+    monkeypatch.setattr(rules.fwd_kernel, "launch", launch)
     call = OnGpu(call_of_fwd)
     for _ in range(2):
         launched = gpu.last(call.run, num_checked=1)

@@ -15,6 +15,7 @@ from gdn.check import require_one_place
 from gdn.conv1d import (
     commit_inputs,
     conv1d_inputs,
+    known_activation,
     require_commit_places,
     require_conv_output,
     require_conv_places,
@@ -36,7 +37,7 @@ def conv1d_rules(
     out: Any,
 ) -> Checked:
     five = qkv, conv_weight, conv_state, slot_idx, input_row_offsets
-    return flat_conv1d_rules(activation, bool(write_state))(*five, bias, out)
+    return flat_conv1d_rules(known_activation(activation), bool(write_state))(*five, bias, out)
 
 
 @cache  # so that calls of one kind take one plan

@@ -16,7 +16,7 @@ from gdn import arrays, calls
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import recurrence
 from gdn.calls import BoundCall, Rules
-from gdn.conv1d import conv1d_inputs
+from gdn.conv1d import conv1d_inputs, known_activation
 from gdn.errors import GdnError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
 from gdn.layer_rules import commit_rules, conv1d_rules, flat_conv1d_rules, flat_gate_rules, gate_rules, gates_given
@@ -294,7 +294,7 @@ def gated_delta_conv1d_fwd(
     Raises:
         As `gated_delta_recurrence_fwd`.
     """
-    rules = flat_conv1d_rules(activation, bool(write_state))
+    rules = flat_conv1d_rules(known_activation(activation), bool(write_state))
     return calls.run(rules, qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, out)
 
 

@@ -154,7 +154,7 @@ __device__ __forceinline__ void convolve_tile(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_conv1d_fwd(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_conv1d_fwd(
     const WORK_TYPE* __restrict__ qkv, long long qkv_token_stride, long long qkv_channel_stride,
     const WEIGHT_TYPE* __restrict__ conv_weight, long long weight_channel_stride, long long weight_tap_stride,
     STATE_TYPE* __restrict__ conv_state, long long state_slot_stride, long long state_channel_stride,

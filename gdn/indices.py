@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gdn.arrays import Argument, to_numpy
+from gdn.conv1d import Conv1dBatch
 from gdn.errors import IndexValueError, rejection
 from gdn.geometry import PAD_SLOT
 from gdn.recurrence import RecurrenceInputs
@@ -30,7 +31,7 @@ def check_recurrence_indices(inputs: RecurrenceInputs, pending: Pending | None =
 
     Raises IndexValueError with the first offending position.
     """
-    is_live = _has_tokens(inputs)
+    is_live = _has_tokens(inputs.input_row_offsets, inputs.total_seq_len)
     if pending is not None:
         folds = has_pending(pending) & (slot_values(inputs.slot_idx) != PAD_SLOT)
         is_live |= folds
@@ -42,7 +43,7 @@ def check_verify_indices(inputs: VerifyInputs) -> None:
     """Those of the recurrence, and ring rows; raises IndexValueError with the first offending position."""
     slots, ring_rows, pending = inputs.recurrence.slot_idx, inputs.ring_slot_idx, inputs.pending
     is_no_padding = _names_both(slots, ring_rows)
-    is_live = _has_tokens(inputs.recurrence) & is_no_padding
+    is_live = _has_tokens(inputs.recurrence.input_row_offsets, inputs.recurrence.total_seq_len) & is_no_padding
     reads = is_live if pending is None else is_live | (is_no_padding & folds_pending(inputs))
     _check_table(slots, "slot", "max_slots", inputs.recurrence.max_slots, reads)
     _check_table(ring_rows, "ring row", "ring_rows", inputs.ring.shape[0], is_live)
@@ -100,11 +101,23 @@ def _names_both(slots: Argument, ring_rows: Argument) -> np.ndarray[Any, Any]:
     return names_both
 
 
-def _has_tokens(inputs: RecurrenceInputs) -> np.ndarray[Any, Any]:
+def check_conv1d_indices(batch: Conv1dBatch, num_accepted: Argument | None = None) -> None:
+    """Slots and offsets of a convolution, or of its commit: a sequence whose count is 0 is not live there.
+
+    Raises IndexValueError with the first offending position. Counts themselves may be anything.
+    """
+    is_live = _has_tokens(batch.input_row_offsets, batch.total_seq_len)
+    if num_accepted is not None:
+        is_live &= slot_values(num_accepted) > 0
+    _check_table(batch.slot_idx, "slot", "max_slots", batch.max_slots, is_live)
+
+
+def _has_tokens(input_row_offsets: Argument, total_seq_len: int) -> np.ndarray[Any, Any]:
     """Sequences that have tokens; raises IndexValueError for offsets that break a rule."""
-    offsets = offset_values(inputs.input_row_offsets)
-    _check_offsets(inputs.input_row_offsets.name, offsets, inputs.total_seq_len)
-    return np.diff(offsets) > 0
+    offsets = offset_values(input_row_offsets)
+    _check_offsets(input_row_offsets.name, offsets, total_seq_len)
+    has_tokens: np.ndarray[Any, Any] = np.diff(offsets) > 0
+    return has_tokens
 
 
 def _check_offsets(name: str, offsets: IndexArray, total_seq_len: int) -> None:

@@ -11,37 +11,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from gdn import arrays, calls
-from gdn.arrays import Argument
-from gdn.backends import gated_delta_gates as gates_kernel
-from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
-from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
-from gdn.backends import gated_delta_state_fold as fold_kernel
-from gdn.backends import numpy as numpy_backend
+from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import recurrence
-from gdn.calls import BoundCall, Checked, Ready, Rules
-from gdn.check import require_disjoint, require_one_place
+from gdn.calls import BoundCall, Rules
+from gdn.conv1d import conv1d_inputs
 from gdn.errors import GdnError, ShapeError, rejection
-from gdn.gates import gate_inputs, require_gate
 from gdn.geometry import HeadGeometry
-from gdn.indices import check_fold_indices, check_recurrence_indices, check_verify_indices
-from gdn.recurrence import RecurrenceInputs, recurrence_inputs, require_readout, require_writable_pool
-from gdn.ring import (
-    fold_inputs,
-    pending_inputs,
-    require_apart_from_pool,
-    require_writable_fold,
-    require_writable_ring,
-    ring_len,
-    verify_inputs,
-)
+from gdn.layer_rules import commit_rules, conv1d_call, gate_call
+from gdn.recurrence import recurrence_inputs
+from gdn.rules import fold_rules, fwd_rules, verify_rules
 
 __all__ = [
     "bind",
     "check_indices",
+    "gated_delta_conv1d_commit",
+    "gated_delta_conv1d_fwd",
+    "gated_delta_conv1d_fwd_shape",
     "gated_delta_gates",
     "gated_delta_recurrence_fwd",
     "gated_delta_recurrence_fwd_shape",
@@ -111,7 +100,7 @@ def gated_delta_recurrence_fwd(
         KernelCompileError: the kernel did not compile.
     """
     return calls.run(
-        _fwd_rules,
+        fwd_rules,
         qkv_conv_output,
         decay_per_token,
         beta_per_token,
@@ -223,7 +212,7 @@ def gated_delta_recurrence_verify_ring(
         As `gated_delta_recurrence_fwd`.
     """
     return calls.run(
-        _verify_rules,
+        verify_rules,
         qkv_conv_output,
         decay_per_token,
         beta_per_token,
@@ -260,7 +249,88 @@ def gated_delta_state_fold(recurrent_state: Any, row_ids: Any, ring: Any, ring_r
         IndexValueError: NumPy arrays only: an index value breaks a rule of `check_indices`.
         KernelCompileError: the kernel did not compile.
     """
-    calls.run(_fold_rules, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
+    calls.run(fold_rules, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
+
+
+def gated_delta_conv1d_fwd(
+    qkv: Any,
+    conv_weight: Any,
+    conv_state: Any,
+    slot_idx: Any,
+    input_row_offsets: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    write_state: bool = True,
+    out: Any = None,
+) -> Any:
+    """Convolve the channels of a ragged batch with a short causal filter, and move the windows of past inputs on.
+
+    With ``x`` a sequence's rows behind its window, the last ``conv_width - 1`` inputs that came before them, token
+    ``t`` of the sequence has, per channel::
+
+        out[t] = act(bias + conv_weight[0] * x[t] + ... + conv_weight[conv_width - 1] * x[t + conv_width - 1])
+
+    (the short convolution of Mamba, arXiv:2312.00752, section 3.4, as Qwen3-Next applies it to queries, keys and
+    values, whose channels make up a token). The last weight is that of the token itself; ``act(y)`` is y, or
+    ``y / (1 + exp(-y))`` with the activation "silu". Arithmetic is float32, taps in this order, fused on GPU and host.
+    A sequence of fewer tokens than the window keeps the newest of the old inputs, so that any split of a sequence over
+    calls has the outputs of one call, bit for bit where conv_state holds the work type without rounding.
+
+    Args:
+        qkv: [total_seq_len, conv_dim], float32, float16 or bfloat16 (the work type), any strides.
+        conv_weight: [conv_dim, conv_width], float32, float16 or bfloat16, any strides. conv_width is 2 to 8.
+        conv_state: [max_slots, conv_dim, conv_width - 1], float32, float16 or bfloat16, the windows, oldest input
+            first; zeros for a new sequence. Its last two axes dense, in either order; the slot stride is free. Changed
+            in place: the slots of live sequences that have tokens.
+        slot_idx, input_row_offsets: as in `gated_delta_recurrence_fwd`.
+        bias: [conv_dim], float32, float16 or bfloat16, any stride; none is 0.
+        activation: None or "silu".
+        write_state: False leaves conv_state as it is, for a speculative window; `gated_delta_conv1d_commit` moves the
+            windows once it is known how much of it was accepted.
+        out: [total_seq_len, conv_dim] to write to, of the work type or float32, any strides; made in the work type when
+            not given. Every row is written; rows that no live sequence owns become zero.
+
+    Returns:
+        ``out``, a NumPy or CuPy array.
+
+    Raises:
+        As `gated_delta_recurrence_fwd`.
+    """
+    arguments = qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, activation, write_state, out
+    rules, given = conv1d_call(*arguments)
+    return calls.run(rules, *given)
+
+
+def gated_delta_conv1d_fwd_shape(
+    qkv: Any, conv_weight: Any, conv_state: Any, slot_idx: Any, input_row_offsets: Any
+) -> tuple[int, int]:
+    """The shape of `gated_delta_conv1d_fwd`'s result, (total_seq_len, conv_dim), from shapes and types alone.
+
+    Takes and raises what `gated_delta_recurrence_fwd_shape` does, for the arguments of the convolution.
+    """
+    inputs = conv1d_inputs(arrays.describe, qkv, conv_weight, conv_state, slot_idx, input_row_offsets)
+    conv_kernel.num_blocks(inputs)
+    return inputs.batch.total_seq_len, inputs.batch.conv_dim
+
+
+def gated_delta_conv1d_commit(
+    qkv: Any, conv_state: Any, slot_idx: Any, input_row_offsets: Any, num_accepted: Any
+) -> None:
+    """Move the windows of past inputs over the first ``num_accepted[b]`` tokens of each sequence.
+
+    conv_state becomes, byte for byte, what `gated_delta_conv1d_fwd` over those tokens leaves.
+
+    Args:
+        qkv, conv_state, slot_idx, input_row_offsets: what `gated_delta_conv1d_fwd` took with ``write_state=False``.
+            conv_state is changed in place: the slots of live sequences whose count is not 0.
+        num_accepted: [batch_size], uint32 or int32: accepted tokens of each sequence. 0 leaves a slot's bytes alone;
+            more than the sequence has tokens means all of them.
+
+    Raises:
+        As `gated_delta_recurrence_fwd`.
+    """
+    calls.run(commit_rules, qkv, conv_state, slot_idx, input_row_offsets, num_accepted)
 
 
 def gated_delta_gates(
@@ -291,7 +361,7 @@ def gated_delta_gates(
         ShapeError, DTypeError, LayoutError, DeviceError: an argument breaks a rule above; nothing was written.
         KernelCompileError: the kernel did not compile.
     """
-    rules, given = _gate_call(a, b, A_log, dt_bias, allow_neg_eigval, out)
+    rules, given = gate_call(a, b, A_log, dt_bias, allow_neg_eigval, out)
     result = calls.run(rules, *given)
     # A call with a plan returns its last array alone; it was given arrays of CuPy's own.
     return result if isinstance(result, tuple) else given[-2:]
@@ -382,164 +452,16 @@ def _rules_of(
     return call(*bound.arguments.values())
 
 
-# ---- The rules of each op, and what runs it ----
-
-
-def _fwd_rules(
-    qkv_conv_output: Any,
-    decay_per_token: Any,
-    beta_per_token: Any,
-    recurrent_state: Any,
-    slot_idx: Any,
-    input_row_offsets: Any,
-    ring: Any,
-    pending_ring_slot_idx: Any,
-    num_pending: Any,
-    out: Any,
-) -> Checked:
-    six = qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets
-    inputs = recurrence_inputs(arrays.take, *six)
-    pending = pending_inputs(arrays.take, inputs, ring, pending_ring_slot_idx, num_pending)
-    place = require_writable_pool(inputs)
-    require_apart_from_pool(inputs, pending)
-    more = (None, None, None) if pending is None else pending.arguments
-    given = None if out is None else _readout_argument(out, inputs, *(pending.arguments if pending else ()))
-
-    def ready() -> Ready:
-        tile = recurrence.row_tile(inputs, given, ring_len(pending.ring) if pending else 0)
-        num_blocks = recurrence.num_blocks(inputs, tile)
-        readout = given or _new_readout(inputs, place)
-        return Ready(
-            (*inputs.arguments, *more, readout),
-            written=(inputs.recurrent_state, readout),
-            numpy_form=lambda: numpy_backend.gated_delta_recurrence_fwd(inputs, readout, pending),
-            launch=lambda: fwd_kernel.launch(inputs, readout, tile, pending),
-            idle=num_blocks == 0,
-            result=readout.array,
-        )
-
-    return Checked(place, lambda: check_recurrence_indices(inputs, pending), ready)
-
-
-def _verify_rules(
-    qkv_conv_output: Any,
-    decay_per_token: Any,
-    beta_per_token: Any,
-    recurrent_state: Any,
-    slot_idx: Any,
-    input_row_offsets: Any,
-    ring: Any,
-    ring_slot_idx: Any,
-    pending_ring_slot_idx: Any,
-    num_pending: Any,
-    out: Any,
-) -> Checked:
-    six = qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets
-    ring_and_tables = ring, ring_slot_idx, pending_ring_slot_idx, num_pending
-    inputs = verify_inputs(arrays.take, recurrence_inputs(arrays.take, *six), *ring_and_tables)
-    place = require_writable_ring(inputs)
-    more = () if inputs.pending else (None, None)
-    given = None if out is None else _readout_argument(out, inputs.recurrence, inputs.ring, *inputs.tables)
-
-    def ready() -> Ready:
-        tile = recurrence.row_tile(inputs.recurrence, given, ring_len(inputs.ring) if inputs.pending else 0)
-        num_blocks = recurrence.num_blocks(inputs.recurrence, tile)
-        readout = given or _new_readout(inputs.recurrence, place)
-        return Ready(
-            (*inputs.arguments, *more, readout),
-            written=(inputs.recurrence.recurrent_state, inputs.ring, readout),
-            numpy_form=lambda: numpy_backend.gated_delta_recurrence_verify_ring(inputs, readout),
-            launch=lambda: verify_kernel.launch(inputs, readout, tile),
-            idle=num_blocks == 0,
-            result=readout.array,
-        )
-
-    return Checked(place, lambda: check_verify_indices(inputs), ready)
-
-
-def _fold_rules(recurrent_state: Any, row_ids: Any, ring: Any, ring_row_ids: Any, num_accepted: Any) -> Checked:
-    inputs = fold_inputs(arrays.take, recurrent_state, row_ids, ring, ring_row_ids, num_accepted)
-    place = require_writable_fold(inputs)
-
-    def ready() -> Ready:
-        tile = fold_kernel.row_tile(inputs)
-        return Ready(
-            inputs.arguments,
-            written=(inputs.recurrent_state,),
-            numpy_form=lambda: numpy_backend.gated_delta_state_fold(inputs),
-            launch=lambda: fold_kernel.launch(inputs, tile),
-            idle=fold_kernel.num_blocks(inputs, tile) == 0,
-        )
-
-    return Checked(place, lambda: check_fold_indices(inputs), ready)
-
-
-def _gate_call(
-    a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any
-) -> tuple[Rules, tuple[Any, ...]]:
-    """The rules for these gates, which take arrays alone, and the arrays."""
-    return _gate_rules(bool(allow_neg_eigval)), (a, b, A_log, dt_bias, *_gates_given(out))
-
-
-def _gates_given(out: Any) -> tuple[Any, Any]:
-    """The two arrays of a pair, or None for each of none."""
-    if out is None:
-        return None, None
-    if not isinstance(out, (tuple, list)) or len(out) != 2 or any(gate is None for gate in out):
-        raise ShapeError(rejection("out", "two arrays, decay and beta", type(out).__name__))
-    return out[0], out[1]
-
-
-@cache  # so that calls of one kind take one plan
-def _gate_rules(allow_neg_eigval: bool) -> Rules:
-    def rules(a: Any, b: Any, A_log: Any, dt_bias: Any, decay: Any, beta: Any) -> Checked:
-        inputs = gate_inputs(arrays.take, a, b, A_log, dt_bias, allow_neg_eigval=allow_neg_eigval)
-        place = require_one_place(inputs.arguments)
-        given = None
-        if decay is not None:
-            given = arrays.take("decay", decay), arrays.take("beta", beta)
-            require_gate(given[0], inputs, given[1])
-            require_gate(given[1], inputs)
-
-        def ready() -> Ready:
-            num_blocks = gates_kernel.num_blocks(inputs)
-            gates = given or tuple(
-                arrays.take(name, arrays.empty(inputs.a.shape, "float32", place)) for name in ("decay", "beta")
-            )
-            return Ready(
-                (*inputs.arguments, *gates),
-                written=gates,
-                numpy_form=lambda: numpy_backend.gated_delta_gates(inputs, *gates),
-                launch=lambda: gates_kernel.launch(inputs, *gates),
-                idle=num_blocks == 0,
-                result=tuple(gate.array for gate in gates),
-            )
-
-        return Checked(place, lambda: None, ready)
-
-    return rules
-
-
-def _readout_argument(out: Any, inputs: RecurrenceInputs, *others: Argument) -> Argument:
-    """`out` as given, checked; `others` are arrays of the call that it must not overlap either."""
-    readout = arrays.take("out", out)
-    require_readout(readout, inputs)
-    require_disjoint(readout, others)
-    return readout
-
-
-def _new_readout(inputs: RecurrenceInputs, place: str) -> Argument:
-    return arrays.take("out", arrays.empty(inputs.out_shape, inputs.qkv_conv_output.dtype, place))
-
-
 def _plain(rules: Rules, *given: Any) -> tuple[Rules, tuple[Any, ...]]:
     return rules, given
 
 
-#: Makes of an op's arguments, in the order of its signature, its rules and what these take.
+#: Makes of an op's arguments, in the order of its signature, its rules and the arrays that these take.
 _CALLS: dict[Callable[..., Any], Callable[..., tuple[Rules, tuple[Any, ...]]]] = {
-    gated_delta_gates: _gate_call,
-    gated_delta_recurrence_fwd: partial(_plain, _fwd_rules),
-    gated_delta_recurrence_verify_ring: partial(_plain, _verify_rules),
-    gated_delta_state_fold: partial(_plain, _fold_rules),
+    gated_delta_conv1d_commit: partial(_plain, commit_rules),
+    gated_delta_conv1d_fwd: conv1d_call,
+    gated_delta_gates: gate_call,
+    gated_delta_recurrence_fwd: partial(_plain, fwd_rules),
+    gated_delta_recurrence_verify_ring: partial(_plain, verify_rules),
+    gated_delta_state_fold: partial(_plain, fold_rules),
 }

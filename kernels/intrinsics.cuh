@@ -29,6 +29,17 @@ __device__ __forceinline__ float reciprocal_square_root(float value) {
     return result;
 }
 
+// 1 / (1 + exp(-value)), to within 2^-20 of itself where value is above -16; below, what is wrong is less than 2^-42.
+__device__ __forceinline__ float sigmoid(float value) {
+    float power, result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power + 1.0f));
+    return result;
+}
+
+// Hold a value as it is now. Without, the compiler keeps what it was made from and makes it again at every use.
+__device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(value)); }
+
 // `value` becomes *address where `is_wanted` says so. A load in a branch would be waited for at the branch's end.
 __device__ __forceinline__ void load_if(bool is_wanted, const unsigned int* address, unsigned int& value) {
     asm volatile(

@@ -211,6 +211,35 @@ class GatesCall(Call):
         return {"allow_neg_eigval": True, "out": (self["decay"], self["beta"])}
 
 
+class ConvCall(Call):
+    """A call of the convolution of two sequences of 3 and 2 tokens, or of the commit of 1 and 2 of them."""
+
+    op = staticmethod(ops.gated_delta_conv1d_fwd)
+    by_name = ("bias", "out")
+
+    def __init__(self, *, work_dtype: str = "float32", is_commit: bool = False) -> None:
+        random, dtype = np.random.default_rng(0), DTYPES[work_dtype]
+        self.arguments = {"qkv": random.standard_normal((5, 16)).astype(dtype)}
+        if not is_commit:
+            self.arguments["conv_weight"] = random.standard_normal((16, 4)).astype(dtype)
+        self.arguments |= {
+            "conv_state": random.standard_normal((4, 16, 3)).astype(dtype),
+            "slot_idx": np.array([2, 0], np.uint32),
+            "input_row_offsets": np.array([0, 3, 5], np.uint32),
+        }
+        if is_commit:
+            self.op = ops.gated_delta_conv1d_commit
+            self.arguments["num_accepted"] = np.array([1, 2], np.uint32)
+        else:
+            self.arguments["bias"] = random.standard_normal(16).astype(np.float32)
+            self.arguments["out"] = np.full((5, 16), 7, dtype)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {**super().keywords, "activation": "silu"} if "out" in self.arguments else {}
+
+
 def _with_pending(call: Call) -> Call:
     """The call behind pending records: of another ring row, of its own, in part."""
     random = np.random.default_rng(1)
@@ -229,6 +258,8 @@ OP_CALLS: dict[str, Callable[[str], Call]] = {
     "verify": lambda dtype: VerifyCall(work_dtype=dtype, state_dtype=dtype),
     "verify-pending": lambda dtype: _with_pending(VerifyCall(work_dtype=dtype, state_dtype=dtype)),
     "fold": lambda dtype: FoldCall(state_dtype=dtype),
+    "conv1d": lambda dtype: ConvCall(work_dtype=dtype),
+    "conv1d-commit": lambda dtype: ConvCall(work_dtype=dtype, is_commit=True),
     "gates": lambda dtype: GatesCall(work_dtype=dtype),
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import gdn
-from gdn import arrays, calls, ops, plans
+from gdn import arrays, calls, layer_rules, ops, plans, rules
 from gdn.backends import cuda
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile, forced_row_tile
@@ -76,13 +76,14 @@ class Gpu:
             assert device == self.current_device
             self.num_contexts += 1
 
-        def checked(*given: Any, right: Callable[..., Any] = ops.recurrence_inputs, **keywords: Any) -> Any:
+        def checked(*given: Any, right: Callable[..., Any] = rules.recurrence_inputs, **keywords: Any) -> Any:
             self.num_checked += 1
             return right(*given, **keywords)
 
-        monkeypatch.setattr(ops, "recurrence_inputs", checked)
-        monkeypatch.setattr(ops, "fold_inputs", lambda *given, right=ops.fold_inputs: checked(*given, right=right))
-        monkeypatch.setattr(ops, "gate_inputs", partial(checked, right=ops.gate_inputs))
+        monkeypatch.setattr(rules, "recurrence_inputs", checked)
+        monkeypatch.setattr(rules, "fold_inputs", lambda *given, right=rules.fold_inputs: checked(*given, right=right))
+        for name in ("gate_inputs", "conv1d_inputs", "commit_inputs"):
+            monkeypatch.setattr(layer_rules, name, partial(checked, right=getattr(layer_rules, name)))
         monkeypatch.setattr(plans, "_plans", plans._Plans())
         monkeypatch.setattr(cuda, "_thread", cuda._Thread())
         monkeypatch.setattr(cuda, "require_device", lambda device: None)
@@ -259,7 +260,7 @@ def test_one_op_does_not_take_the_plan_of_another(gpu: Gpu, call_of_fwd: Call) -
     gpu.last(call.run, num_checked=1)
 
     def rules_of_another(*given: Any) -> calls.Checked:
-        return ops._fwd_rules(*given)
+        return rules.fwd_rules(*given)
 
     *six, out = call.arrays.values()
     gpu.last(lambda: calls.run(rules_of_another, *six, None, None, None, out), num_checked=1)
@@ -387,14 +388,14 @@ def test_an_address_of_something_else_makes_no_plan(
     gpu: Gpu, call_of_fwd: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch may take memory that the call was not given; nobody would put that of the next call there."""
-    right = ops.fwd_kernel.launch
+    right = rules.fwd_kernel.launch
 
     def launch(*call: Any) -> Any:
         made = right(*call)
         variant = type(made.variant)(made.variant.kernel, (*made.variant.macros, ("SHARED_BYTES", "64")))
         return type(made)(variant, made.num_blocks, made.threads_per_block, (12345, *made.arguments[1:]))
 
-    monkeypatch.setattr(ops.fwd_kernel, "launch", launch)
+    monkeypatch.setattr(rules.fwd_kernel, "launch", launch)
     call = OnGpu(call_of_fwd)
     for _ in range(2):
         launched = gpu.last(call.run, num_checked=1)

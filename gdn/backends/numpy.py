@@ -13,7 +13,6 @@ import numpy as np
 
 from gdn.arrays import Argument
 from gdn.backends.pending_windows import WindowStep
-from gdn.gates import GateInputs
 from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.indices import IndexArray, folds_pending, has_pending, offset_values, slot_values
 from gdn.recurrence import RecurrenceInputs
@@ -102,17 +101,6 @@ def gated_delta_state_fold(inputs: FoldInputs) -> None:
     in_use = (counts_of_rows > 0) & (counts_of_rows <= ring_len(inputs.ring))
     for place in zip(*np.nonzero(in_use & (slots != PAD_SLOT) & (ring_rows != PAD_SLOT)), strict=True):
         _fold_slot(inputs.geometry, pool, slots[place], ring[ring_rows[place], :, : counts_of_rows[place]])
-
-
-def gated_delta_gates(inputs: GateInputs, decay: Argument, beta: Argument) -> None:
-    """Decay and step size of a checked call, in float32."""
-    a, b, rate, bias = (argument.array.astype(np.float32) for argument in inputs.arguments)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # infinities lead to the gates' limits
-        step = a + bias
-        softplus = np.where(step > 20, step, np.log1p(np.exp(step)))
-        decay.array[...] = np.exp(-(np.exp(rate) * softplus))
-        sigmoid = 1 / (1 + np.exp(-b))
-    beta.array[...] = 2 * sigmoid if inputs.allow_neg_eigval else sigmoid
 
 
 def pending_windows(step: WindowStep, tables: Sequence[Argument], ring_len: int, *, is_lazy: bool) -> None:

@@ -153,6 +153,10 @@ inline int __popc(unsigned int value) { return __builtin_popcount(value); }
 
 inline float reciprocal_square_root(float value) { return 1.0f / sqrtf(value); }
 
+inline void hold(float&) {}
+
+inline float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
+
 inline void load_if(bool is_wanted, const unsigned int* address, unsigned int& value) {
     if (is_wanted) value = *address;
 }

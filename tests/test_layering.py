@@ -35,7 +35,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.row_tile": ("gdn.geometry",),
     "gdn.backends.streamed_tile": ("gdn.geometry", "gdn.backends.row_tile"),
     "gdn.backends.launch": ("gdn.errors",),
-    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.nvrtc": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
+    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
+    "gdn.backends.ahead": (
+        *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),
+        *("gdn.backends.nvrtc", "gdn.backends.binaries", "gdn.backends.cuda"),
+    ),
     "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),
     "gdn.backends.numpy": (
         "gdn.arrays",
@@ -67,6 +73,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.gates", "gdn.geometry", "gdn.indices", "gdn.recurrence"),
         *("gdn.ring", "gdn.calls", "gdn.backends", "gdn.backends.*"),
     ),
+    "gdn.variants": ("gdn.arrays", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.*"),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
         *("gdn.backends", "gdn.backends.numpy", "gdn.backends.pending_windows"),
@@ -167,7 +174,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     "ml_dtypes": ("gdn.arrays",),
     "cupy": (
-        *("gdn.arrays", "gdn.backends.cuda", "gdn.cli.info"),
+        *("gdn.arrays", "gdn.backends.cuda", "gdn.backends.nvrtc", "gdn.cli.info"),
         *("gdn.testing.buffers", "gdn.testing.ring_device", "gdn.bench.cuda"),
     ),
     "matplotlib": ("gdn.cli.bench_plot",),

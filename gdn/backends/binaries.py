@@ -20,6 +20,9 @@ from gdn.backends.nvrtc import Binary, CompileReport, all_options
 #: Folders with kernels that were shipped, parted as in PATH.
 FOLDERS_VARIABLE = "GDN_KERNEL_DIR"
 
+#: The end of the name of a file with a kernel.
+SUFFIX = ".kernel"
+
 # Readable by all, as folders that are shipped may be another user's.
 _FILE_MODE = 0o644
 
@@ -36,7 +39,7 @@ def file_name(variant: Variant, architecture: str) -> str:
 
 
 def _file_name(variant: Variant, architecture: str, identity: str) -> str:
-    return f"{variant.kernel.stem}-{architecture}-{identity}.kernel"
+    return f"{variant.kernel.stem}-{architecture}-{identity}{SUFFIX}"
 
 
 def _identity(variant: Variant) -> str:

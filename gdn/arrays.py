@@ -59,10 +59,12 @@ class Argument(NamedTuple):
         return first_axis >= len(self.shape) or self.shape[first_axis] == 1 or self.strides[first_axis] == expected
 
     def rows_are_packed(self) -> bool:
-        """Whether the last axis is dense and every start of a row lies on a 16-byte boundary.
+        """Whether the last axis is dense and every start of a row lies on a 16-byte boundary; so it is without rows.
 
         Kernels then use their widest accesses; the results are the same bits either way.
         """
+        if not self.size:  # strides of such arrays, which NumPy and CuPy make 0, say nothing
+            return True
         channel_is_next = self.shape[-1] <= 1 or self.strides[-1] == 1
         starts = (self.pointer, *(stride * self.itemsize for stride in self.strides[:1] if self.shape[0] > 1))
         return channel_is_next and all(start % ALIGNMENT == 0 for start in starts)

@@ -17,13 +17,14 @@ from types import SimpleNamespace
 import pytest
 
 from gdn.arrays import DTYPES, describe
-from gdn.backends import cuda, row_tile
 from gdn.backends import gated_delta_conv1d_commit as commit_kernel
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
+from gdn.backends import nvrtc, row_tile
+from gdn.backends import pending_windows as windows_kernel
 from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile
@@ -35,7 +36,7 @@ from gdn.backends.streamed_tile import (
     tiles_with_records,
 )
 from gdn.conv1d import commit_inputs, conv1d_inputs
-from gdn.errors import KernelCompileError
+from gdn.errors import DeviceError, KernelCompileError
 from gdn.gates import gate_inputs
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
@@ -60,11 +61,9 @@ RING_LENS = (1, 4, 8, 64)
 def _no_nvrtc() -> str | None:
     """Why nothing can be compiled here, None where it can."""
     try:
-        from cupy.cuda import nvrtc
-
-        version = nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
-        return f"CuPy's NVRTC cannot be used: {error}"
+        version = tuple(int(number) for number in nvrtc.version().split("."))
+    except DeviceError as error:
+        return str(error)
     return None if version >= (12, 8) else f"NVRTC {version} does not know every architecture; 12.8 does"
 
 
@@ -151,7 +150,7 @@ def usable(architecture: str, variants: Iterable[Variant]) -> Iterator[str]:
 
     def fault(variant: Variant) -> str | None:
         try:
-            report = cuda.compile_report(variant, architecture)
+            report = nvrtc.compile_report(variant, architecture)
         except KernelCompileError as error:
             return str(error)
         if report.spill_bytes or report.stack_bytes:
@@ -201,6 +200,8 @@ def covering_groups() -> Iterator[Group]:
     for name, variants in (("gates", list(gate_variants())), ("conv1d", list(conv1d_variants()))):
         for place, architecture in enumerate(ARCHITECTURES):
             yield name, architecture, variants[place :: len(ARCHITECTURES)]
+    for architecture in ARCHITECTURES:
+        yield "windows", architecture, [windows_kernel.VARIANT]
 
 
 def gate_variants() -> Iterator[Variant]:
@@ -377,7 +378,7 @@ def test_an_error_would_be_seen() -> None:
 
 
 def test_the_report_is_that_of_the_assembler() -> None:
-    report = cuda.compile_report(variant_of((128, 128), "bfloat16", "float32"), "sm_90")
+    report = nvrtc.compile_report(variant_of((128, 128), "bfloat16", "float32"), "sm_90")
     assert 32 <= report.registers <= 255
     assert report.shared_bytes > 128 * 4
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

@@ -37,7 +37,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.row_tile": ("gdn.geometry",),
     "gdn.backends.streamed_tile": ("gdn.geometry", "gdn.backends.row_tile"),
     "gdn.backends.launch": ("gdn.errors",),
-    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.nvrtc": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
+    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
+    "gdn.backends.ahead": (
+        *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),
+        *("gdn.backends.nvrtc", "gdn.backends.binaries", "gdn.backends.cuda"),
+    ),
     "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),
     "gdn.backends.numpy": (
         "gdn.arrays",
@@ -79,6 +85,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.ops": (
         *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.geometry", "gdn.recurrence", "gdn.calls", "gdn.rules"),
         *("gdn.layer_rules", "gdn.backends.recurrence", "gdn.backends.gated_delta_conv1d_fwd"),
+    ),
+    "gdn.variants": (
+        *("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.*"),
     ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
@@ -181,7 +190,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     "ml_dtypes": ("gdn.arrays", "gdn.dlpack"),
     "cupy": (
-        *("gdn.arrays", "gdn.backends.cuda", "gdn.cli.info"),
+        *("gdn.arrays", "gdn.backends.cuda", "gdn.backends.nvrtc", "gdn.cli.info"),
         *("gdn.testing.buffers", "gdn.testing.ring_device", "gdn.bench.cuda"),
     ),
     "matplotlib": ("gdn.cli.bench_plot",),

@@ -161,9 +161,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.bench.loops", "gdn.bench.oracle_check", "gdn.bench.places", "gdn.bench.values", "gdn.bench.workload"),
         "gdn.testing.*",
     ),
+    "gdn.bench.layer_workload": (*("gdn", "gdn.ops", "gdn.bench.cases", "gdn.bench.machine", "gdn.bench.timing"),),
+    "gdn.bench.layer_build": (
+        *("gdn", "gdn.ops", "gdn.arrays", "gdn.testing.*", "gdn.bench.build", "gdn.bench.cases"),
+        *("gdn.bench.layer_workload", "gdn.bench.machine", "gdn.bench.tables", "gdn.bench.values"),
+    ),
+    "gdn.bench.check_layer": (
+        *("gdn", "gdn.oracle", "gdn.testing.*", "gdn.bench.layer_workload", "gdn.bench.places", "gdn.bench.values"),
+    ),
     "gdn.bench.check": (
         *("gdn.errors", "gdn.bench.cases", "gdn.bench.check_*", "gdn.bench.loops", "gdn.bench.oracle_check"),
-        *("gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
+        *("gdn.bench.layer_workload", "gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
     ),
     "gdn.bench.peers": ("gdn.bench.peers.*",),
     "gdn.bench.peers.*": (

@@ -89,6 +89,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.variants": (
         *("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.*"),
     ),
+    "gdn.layer": (
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.calls", "gdn.rules", "gdn.layer_rules"),
+    ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
         *("gdn.backends", "gdn.backends.numpy", "gdn.backends.pending_windows"),

@@ -19,10 +19,13 @@ from gdn.cli.names import Name, PairOfCounts
 from gdn.cli.verify_results import Run, as_document, show_backends, show_cases, show_results
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
-from gdn.testing.catalogue import NAMED_CASES, Case, random_case, random_case_numbers
+from gdn.testing.catalogue import SWEEP_CASES, SweepCase, random_case, random_case_numbers, random_heads
 from gdn.testing.checks import CHECKS
+from gdn.testing.conv1d_checks import CONV1D_CHECKS
+from gdn.testing.gates_checks import GATES_CHECKS
 from gdn.testing.pending_checks import PENDING_CHECKS
 from gdn.testing.ring_checks import RING_CHECKS
+from gdn.testing.steps_checks import STEPS_CHECKS
 from gdn.testing.sweep import run_sweep
 
 #: Random cases of a default run: with the named ones they take well under a minute on two cores, compiler included.
@@ -53,11 +56,11 @@ class RandomChoice:
         }
         return tuple(word for option, value in values.items() if value for word in (option, value))
 
-    def case(self, seed: int, number: int) -> Case:
+    def case(self, seed: int, number: int) -> SweepCase:
         """Case `number` of a seed, the same however many are run. Raises ShapeError for heads nobody serves."""
         fixed: dict[str, Any] = {"work_dtype": self.work_dtype, "state_dtype": self.state_dtype}
         if self.model or self.heads or self.head_dims:
-            base = model_geometry(self.model) if self.model else random_case(seed, number).heads
+            base = model_geometry(self.model) if self.model else random_heads(seed, number)
             counts = self.heads or (base.num_key_heads, base.num_value_heads)
             dims = self.head_dims or (base.key_head_dim, base.value_head_dim)
             fixed["heads"] = HeadGeometry(*counts, *dims)
@@ -72,6 +75,9 @@ class _VerifyCommand(click.Command):
             ("Checks of the recurrence", CHECKS),
             ("Checks of the ring and the fold", RING_CHECKS),
             ("Checks of pending records", PENDING_CHECKS),
+            ("Checks of the convolution", CONV1D_CHECKS),
+            ("Checks of the gates", GATES_CHECKS),
+            ("Checks of steps of the whole layer", STEPS_CHECKS),
         ):
             with formatter.section(title):
                 formatter.write_dl(
@@ -85,7 +91,7 @@ def _first_line(documented: object) -> str:
 
 _CASE = Name(
     "case",
-    NAMED_CASES,
+    SWEEP_CASES,
     also=lambda name: random_case_numbers(name) is not None,
     more=" (--list shows all; random-SEED-NUMBER is a random one)",
 )
@@ -183,14 +189,14 @@ def verify(
 
 def select_cases(
     case_names: Sequence[str], num_random_cases: int | None, seed: int, random_choice: RandomChoice
-) -> list[Case]:
+) -> list[SweepCase]:
     """The cases that the options ask for. Raises UsageError where that is none."""
-    cases: dict[str, Case] = {}
+    cases: dict[str, SweepCase] = {}
     if not case_names and not random_choice.options:
-        cases.update(NAMED_CASES)
+        cases.update(SWEEP_CASES)
     for name in case_names:
         numbers = random_case_numbers(name)
-        case = random_choice.case(*numbers) if numbers else NAMED_CASES[name]
+        case = random_choice.case(*numbers) if numbers else SWEEP_CASES[name]
         cases[case.name] = case
     if num_random_cases is None:
         num_random_cases = 0 if case_names else DEFAULT_RANDOM_CASES

@@ -14,7 +14,10 @@ import gdn
 from gdn.cli import report
 from gdn.cli.names import joined
 from gdn.cli.report import Column
-from gdn.testing.catalogue import Case, random_case_numbers
+from gdn.testing.catalogue import SweepCase, random_case_numbers
+from gdn.testing.conv1d_cases import Conv1dCase
+from gdn.testing.gates_cases import GatesCase
+from gdn.testing.steps_cases import StepsCase
 from gdn.testing.sweep import CaseResult, CheckResult
 
 _SHOWN_FAILURES = 2  # messages of one check
@@ -40,7 +43,7 @@ class Run:
     command: how `gdn verify` was called, without options.
     """
 
-    cases: Sequence[Case]
+    cases: Sequence[SweepCase]
     backends: Sequence[str]
     unavailable: dict[str, str]
     random_options: Sequence[str]
@@ -79,7 +82,7 @@ class Run:
         return f"{self.command} {shlex.join(words)}"
 
 
-def show_cases(cases: Sequence[Case], as_json: bool) -> None:
+def show_cases(cases: Sequence[SweepCase], as_json: bool) -> None:
     """Print the cases, a line each."""
     if as_json:
         report.print_json([asdict(case) for case in cases])
@@ -88,15 +91,25 @@ def show_cases(cases: Sequence[Case], as_json: bool) -> None:
     report.print_table(report.output(), columns, [(case.name, describe(case)) for case in cases], head=False)
 
 
-def describe(case: Case) -> str:
-    """Heads, lengths, types and inputs of a case."""
-    heads = case.heads
-    parts = [
-        f"{heads.num_key_heads},{heads.num_value_heads} heads of {heads.key_head_dim},{heads.value_head_dim}",
-        _lengths(case.lengths),
-        case.types(),
-    ]
+def describe(case: SweepCase) -> str:
+    """Sizes, lengths, types and inputs of a case."""
+    parts = [*_sizes(case), case.types()]
+    if isinstance(case, Conv1dCase) and case.activation:
+        parts.append(case.activation)
     return "; ".join(parts if case.inputs == "model" else [*parts, case.inputs])
+
+
+def _sizes(case: SweepCase) -> tuple[str, str]:
+    """What a call is on, and how much of it."""
+    if isinstance(case, GatesCase):
+        return _count(case.num_value_heads, "head"), _count(case.num_tokens, "token")
+    if isinstance(case, Conv1dCase):
+        return f"{_count(case.conv_dim, 'channel')}, {case.conv_width} taps", _lengths(case.lengths)
+    heads = case.heads
+    text = f"{heads.num_key_heads},{heads.num_value_heads} heads of {heads.key_head_dim},{heads.value_head_dim}"
+    if isinstance(case, StepsCase):
+        return text, f"{_count(case.num_steps, 'step')} of {_count(case.num_rows, 'row')}"
+    return text, _lengths(case.lengths)
 
 
 def _lengths(lengths: tuple[int, ...]) -> str:

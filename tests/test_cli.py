@@ -24,7 +24,7 @@ from gdn.cli import verify as verify_module
 from gdn.cli.main import main
 from gdn.cli.names import suggestion
 from gdn.testing import sweep
-from gdn.testing.catalogue import NAMED_CASES, random_case
+from gdn.testing.catalogue import SWEEP_CASES, random_case
 
 ROOT = Path(gdn.__file__).parents[1]
 SMALL = ("--backend", "numpy", "--case", "empty_sequences")
@@ -159,11 +159,15 @@ def listed(*arguments: str) -> list[str]:
 def test_list_describes_every_case_in_a_line() -> None:
     lines = listed()
     names = [line.split()[0] for line in lines]
-    assert names[: len(NAMED_CASES)] == list(NAMED_CASES)
-    assert names[len(NAMED_CASES) :] == [f"random-0-{i}" for i in range(verify_module.DEFAULT_RANDOM_CASES)]
+    assert names[: len(SWEEP_CASES)] == list(SWEEP_CASES)
+    assert names[len(SWEEP_CASES) :] == [f"random-0-{i}" for i in range(verify_module.DEFAULT_RANDOM_CASES)]
     described = dict(line.split(maxsplit=1) for line in lines)
     assert described["ragged_batch"] == "1,2 heads of 32,32; lengths 2x1 512 1 0 37; float32"
     assert described["tiny_decay"].endswith("; tiny_decay")
+    assert described["conv_only_padding"] == "12 channels, 4 taps; lengths 2 1; float32 weights float32; silu"
+    assert described["conv_width_2"].endswith("; float32 weights float32 bias float32")
+    assert described["gates_of_one"] == "1 head; 1 token; float32"
+    assert described["steps_group_of_3"] == "1,3 heads of 32,32; 12 steps of 1 row; float32"
     assert described["no_sequences"] == "2,4 heads of 32,32; no sequences; float32"
 
 
@@ -181,6 +185,22 @@ def test_head_and_type_options_shape_random_cases_alone() -> None:
     assert "heads of 8,24;" in listed("--cases", "1", "--head-dims", "8,24")[0]
     with_named = listed("--case", "group_of_1", "--cases", "1", "--state-dtype", "float16")
     assert [line.split()[0] for line in with_named] == ["group_of_1", "random-0-0"]
+
+
+def test_options_shape_random_cases_of_the_other_ops_too() -> None:
+    """Each option as far as an op has what it says: a convolution has the channels of the heads, gates value heads."""
+    options = ("--heads", "2,6", "--head-dims", "24,32", "--work-dtype", "float16", "--state-dtype", "bfloat16")
+    lines = listed("--cases", "100", *options)[3::6]
+    words = {
+        "channels,": "288 channels, {}; float16/bfloat16 weights",
+        "heads;": "6 heads; {}; float16 heads",
+        "steps": "2,6 heads of 24,32; {}; float16/bfloat16",
+    }
+    for kind, expected in words.items():
+        of_kind = [line for line in lines if f" {kind} " in line]
+        assert of_kind
+        for line in of_kind:
+            assert all(part in line for part in expected.split("{}"))
 
 
 def test_fixing_heads_leaves_the_rest_as_drawn() -> None:

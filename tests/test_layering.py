@@ -129,8 +129,36 @@ ALLOWED: dict[str, tuple[str, ...]] = {
             "gdn.testing.pending_walk",
         ),
     ),
-    "gdn.testing.catalogue": ("gdn.testing.cases", "gdn.testing.ring_cases"),
-    "gdn.testing.sweep": ("gdn.testing.[bc]*", "gdn.testing.ring_c*", "gdn.testing.pending_[cs]*"),
+    "gdn.testing.watched": ("gdn.testing.[bc]*", "gdn.testing.execute"),
+    "gdn.testing.conv1d_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
+    "gdn.testing.conv1d_checks": (
+        *("gdn.ops", "gdn.oracle", "gdn.arrays", "gdn.geometry"),
+        *("gdn.testing.buffers", "gdn.testing.compare", "gdn.testing.conv1d_cases", "gdn.testing.watched"),
+    ),
+    "gdn.testing.gates_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
+    "gdn.testing.gates_checks": (
+        *("gdn.ops", "gdn.oracle"),
+        *("gdn.testing.buffers", "gdn.testing.compare", "gdn.testing.gates_cases", "gdn.testing.watched"),
+    ),
+    "gdn.testing.steps_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
+    "gdn.testing.steps_layer": (
+        *("gdn.ops", "gdn.testing.buffers", "gdn.testing.execute"),
+        *("gdn.testing.ring_device", "gdn.testing.steps_cases"),
+    ),
+    "gdn.testing.steps_checks": (
+        *("gdn.oracle", "gdn.testing.buffers", "gdn.testing.compare"),
+        *("gdn.testing.steps_cases", "gdn.testing.steps_layer"),
+    ),
+    "gdn.testing.layer_cases": (
+        *("gdn.geometry", "gdn.testing.conv1d_cases", "gdn.testing.gates_cases", "gdn.testing.steps_cases"),
+    ),
+    "gdn.testing.catalogue": (
+        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.ring_cases", "gdn.testing.layer_cases"),
+    ),
+    "gdn.testing.sweep": (
+        *("gdn.testing.[bc]*", "gdn.testing.ring_c*", "gdn.testing.pending_[cs]*"),
+        *("gdn.testing.gates_c*", "gdn.testing.steps_c*"),
+    ),
     "gdn.testing": ("gdn.testing.compare",),
     "gdn.bench": (),
     "gdn.bench.timing": (),

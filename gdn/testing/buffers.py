@@ -16,6 +16,7 @@ Array = np.ndarray[Any, Any]
 LAYOUTS: dict[int, tuple[str, ...]] = {
     1: ("dense", "every_other"),
     2: ("dense", "slice", "unaligned", "every_other", "column_major", "reversed"),
+    3: ("dense", "gaps", "unaligned", "by_place", "reversed"),
     4: ("dense", "gaps", "unaligned"),
 }
 _GAP = 32  # elements, a multiple of 16 bytes for every type
@@ -74,6 +75,16 @@ def _placement(shape: tuple[int, ...], layout: str) -> tuple[int, tuple[int, ...
         raise ValueError(f"layout: expected one of {LAYOUTS[len(shape)]} for {len(shape)} axes, got {layout!r}")
     if len(shape) == 1:
         return (0, (1,)) if layout == "dense" else (1, (2,))
+    if len(shape) == 3:
+        slots, channels, places = shape
+        dense = channels * places
+        return {
+            "dense": (0, (dense, places, 1)),
+            "gaps": (_GAP, (dense + _GAP, places, 1)),
+            "unaligned": (1, (dense + 3, places, 1)),
+            "by_place": (_GAP, (dense + _GAP, 1, channels)),
+            "reversed": (max(slots - 1, 0) * dense, (-dense, places, 1)),
+        }[layout]
     if len(shape) == 4:
         dense = shape[1] * shape[2] * shape[3]
         offset, gap = {"dense": (0, 0), "gaps": (_GAP, _GAP), "unaligned": (1, 3)}[layout]

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from threading import Event
+from typing import TypeVar
 
 from gdn.testing.cases import build_arrays
-from gdn.testing.catalogue import Case
+from gdn.testing.catalogue import SweepCase
 from gdn.testing.checks import checks_of, reference_of, subject
 from gdn.testing.compare import Comparison
+from gdn.testing.conv1d_cases import Conv1dCase, build_conv1d_arrays
+from gdn.testing.conv1d_checks import CONV1D_CHECKS, conv1d_subject, reference_of_conv1d
+from gdn.testing.gates_cases import GatesCase, build_gates_arrays
+from gdn.testing.gates_checks import GATES_CHECKS, gates_subject
 from gdn.testing.pending_checks import PENDING_CHECKS
 from gdn.testing.pending_steps import build_pending_arrays, pending_subject
 from gdn.testing.ring_cases import RingCase, build_ring_arrays
 from gdn.testing.ring_checks import RING_CHECKS, ring_subject
+from gdn.testing.steps_cases import StepsCase, build_steps_arrays
+from gdn.testing.steps_checks import STEPS_CHECKS, steps_subject
+
+_Subject = TypeVar("_Subject")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,7 @@ class CheckResult:
 class CaseResult:
     """All checks of one case on one backend. `error` is what kept the case from running, if anything did."""
 
-    case: Case
+    case: SweepCase
     backend: str
     checks: tuple[CheckResult, ...]
     error: str | None
@@ -50,7 +59,9 @@ class CaseResult:
         return self.error is None and bool(self.checks) and all(check.passed for check in self.checks)
 
 
-def run_sweep(cases: Sequence[Case], backends: Sequence[str], *, workers: int = 1) -> Generator[CaseResult, None, None]:
+def run_sweep(
+    cases: Sequence[SweepCase], backends: Sequence[str], *, workers: int = 1
+) -> Generator[CaseResult, None, None]:
     """Run every check of every case on every backend; results come in the order of cases, then backends.
 
     A case's arrays and reference are made once. With several workers cases run side by side, which changes
@@ -77,31 +88,51 @@ def run_sweep(cases: Sequence[Case], backends: Sequence[str], *, workers: int = 
 _Comparisons = Iterator[tuple[str, Iterator[Comparison]]]
 
 
-def _prepare(case: Case) -> Callable[[str], _Comparisons]:
+#: What runs a case's checks on a backend.
+_OnBackend = Callable[[str], _Comparisons]
+
+
+def _prepare(case: SweepCase) -> _OnBackend:
     """Make the arrays that all backends share; returns what runs the case's checks on a backend."""
     if isinstance(case, RingCase):
-        ring_arrays = build_ring_arrays(case)
-        pending_arrays = build_pending_arrays(case) if case.num_pending else None
+        return _prepare_ring(case)
+    if isinstance(case, Conv1dCase):
+        return _prepare_conv1d(case)
+    if isinstance(case, GatesCase):
+        gates_arrays = build_gates_arrays(case)
+        return lambda backend: _named(GATES_CHECKS, gates_subject(case, backend, gates_arrays))
+    if isinstance(case, StepsCase):
+        steps_arrays = build_steps_arrays(case)
+        return lambda backend: _named(STEPS_CHECKS, steps_subject(case, backend, steps_arrays))
+    arrays = build_arrays(case)
+    reference = reference_of(arrays)
+    return lambda backend: _named(checks_of(case), subject(case, backend, arrays, reference))
 
-        def on_backend(backend: str) -> _Comparisons:
-            under_test = ring_subject(case, backend, ring_arrays)
-            yield from ((name, check(under_test)) for name, check in RING_CHECKS.items())
-            if pending_arrays is not None and case.checks_pending(backend):
-                steps = pending_subject(case, backend, pending_arrays)
-                yield from ((name, check(steps)) for name, check in PENDING_CHECKS.items())
 
-    else:
-        arrays = build_arrays(case)
-        reference = reference_of(arrays)
+def _prepare_ring(case: RingCase) -> _OnBackend:
+    ring_arrays = build_ring_arrays(case)
+    pending_arrays = build_pending_arrays(case) if case.num_pending else None
 
-        def on_backend(backend: str) -> _Comparisons:
-            under_test = subject(case, backend, arrays, reference)
-            yield from ((name, check(under_test)) for name, check in checks_of(case).items())
+    def on_backend(backend: str) -> _Comparisons:
+        yield from _named(RING_CHECKS, ring_subject(case, backend, ring_arrays))
+        if pending_arrays is not None and case.checks_pending(backend):
+            yield from _named(PENDING_CHECKS, pending_subject(case, backend, pending_arrays))
 
     return on_backend
 
 
-def _run_case(case: Case, backends: Sequence[str], abandoned: Event) -> list[CaseResult]:
+def _prepare_conv1d(case: Conv1dCase) -> _OnBackend:
+    arrays = build_conv1d_arrays(case)
+    reference = reference_of_conv1d(case, arrays)
+    return lambda backend: _named(CONV1D_CHECKS, conv1d_subject(case, backend, arrays, reference))
+
+
+def _named(checks: Mapping[str, Callable[[_Subject], Iterator[Comparison]]], under_test: _Subject) -> _Comparisons:
+    """These checks of a subject."""
+    return ((name, check(under_test)) for name, check in checks.items())
+
+
+def _run_case(case: SweepCase, backends: Sequence[str], abandoned: Event) -> list[CaseResult]:
     try:
         on_backend = _prepare(case)
     except Exception as refusal:  # a case that cannot even be made must not take the others with it

@@ -137,23 +137,24 @@ def _gate_uses(layer: Layer) -> _Uses:
 def _conv1d_uses(layer: Layer) -> _Uses:
     channels = layer.heads.conv_dim
 
-    def variant(filter_dtype: str, total_seq_len: int) -> Variant:
-        qkv, weight = (
-            _shape((total_seq_len, channels), layer.work_dtype),
-            _shape((channels, layer.conv_width), filter_dtype),
-        )
-        inputs = conv1d_inputs(describe, qkv, weight, *_windows(layer), activation="silu")
+    def variant(filter_dtype: str, batch_size: int, total_seq_len: int) -> Variant:
+        qkv = _shape((total_seq_len, channels), layer.work_dtype)
+        weight = _shape((channels, layer.conv_width), filter_dtype)
+        inputs = conv1d_inputs(describe, qkv, weight, *_windows(layer, batch_size), activation="silu")
         return conv_kernel.variant(inputs, describe("out", qkv))
 
     for filter_dtype in dict.fromkeys((layer.work_dtype, "float32")):
-        for first, last, found in step_runs(partial(variant, filter_dtype), 1, MAX_SEQUENCES):
-            rows = _counted(first, last, MAX_SEQUENCES, "row")
-            yield f"{rows}, conv_weight {filter_dtype}", found, layer.work_dtype
+        for calls, found in _of_ragged_batches(partial(variant, filter_dtype)):
+            yield f"{calls}, conv_weight {filter_dtype}", found, layer.work_dtype
 
 
 def _commit_uses(layer: Layer) -> _Uses:
     qkv, counts = _shape((1, layer.heads.conv_dim), layer.work_dtype), _shape((1,), "uint32")
-    yield "any batch", commit_kernel.variant(commit_inputs(describe, qkv, *_windows(layer), counts)), layer.work_dtype
+    yield (
+        "any batch",
+        commit_kernel.variant(commit_inputs(describe, qkv, *_windows(layer, 1), counts)),
+        layer.work_dtype,
+    )
 
 
 def _window_uses(layer: Layer) -> _Uses:
@@ -184,10 +185,10 @@ def _pool(layer: Layer) -> SimpleNamespace:
     return _shape((2, heads.num_value_heads, heads.key_head_dim, heads.value_head_dim), layer.state_dtype)
 
 
-def _windows(layer: Layer) -> tuple[SimpleNamespace, SimpleNamespace, SimpleNamespace]:
-    """conv_state, slot_idx and input_row_offsets of one sequence."""
+def _windows(layer: Layer, batch_size: int) -> tuple[SimpleNamespace, SimpleNamespace, SimpleNamespace]:
+    """conv_state, slot_idx and input_row_offsets."""
     pool = _shape((2, layer.heads.conv_dim, layer.conv_width - 1), layer.work_dtype)
-    return pool, _shape((1,), "uint32"), _shape((2,), "uint32")
+    return pool, _shape((batch_size,), "uint32"), _shape((batch_size + 1,), "uint32")
 
 
 def _ring(layer: Layer, ring_len: int) -> SimpleNamespace:

@@ -216,7 +216,7 @@ def conv1d_variants() -> Iterator[Variant]:
     """Those of the convolution and its commit: every width, with all types, lengths, layouts of the pool in turn."""
     types = cycle(product(FLOATS, repeat=3))
     layouts = cycle((None, "by place", "gaps"))
-    for width, rows, activation in product(range(2, 9), (1, 5000), (None, "silu", "silu")):
+    for width, rows, activation in product(range(2, 9), (1, 500, 5000), (None, "silu", "silu")):
         work, pool, of_filter = next(types)
         out = "float32" if activation is None else work
         state = shape_of((100, 4096, width - 1), pool)

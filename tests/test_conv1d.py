@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,14 +256,35 @@ def test_a_sequence_does_not_depend_on_the_batch(backend: str) -> None:
             )
 
 
-def test_any_tile_gives_the_same_bits(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_split_gives_the_same_bits(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Conv()
     expected = call.run(kernels)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        monkeypatch.setattr(conv_kernel, "tile_tokens", lambda batch, tokens=tokens: tokens)
-        monkeypatch.setattr(conv_kernel, "TOKENS_AT_ONCE", min(tokens, 8))
+    for split in ((3, 1), (4, 2), (3, 4), (8, 8), (11, 16), (5, 32)):
+        monkeypatch.setattr(conv_kernel, "split", lambda batch, split=split: conv_kernel.Split(*split))
         for result, same in zip(call.run(kernels), expected, strict=True):
-            assert_passed(bitwise(result, same, f"tiles of {tokens}"))
+            assert_passed(bitwise(result, same, f"heads and tiles of {split}"))
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_every_mean_length_has_its_split(backend: str, width: int) -> None:
+    for lengths in ((1, 1, 1), (4, 4, 4), (1, 12, 3, 4), (20, 2, 2), (9, 9, 9), (2000, *(1,) * 149)):
+        slots = (*range(10), *(PAD,) * (len(lengths) - 10))[: len(lengths)]
+        call = Conv(lengths=lengths, slots=slots, width=width, channels=8)
+        assert_passed(*call.against_oracle(call.run(backend)))
+
+
+def test_splits_follow_the_mean_length() -> None:
+    def split(batch_size: int, total_seq_len: int, width: int = 4) -> tuple[int, int]:
+        return conv_kernel.split(SimpleNamespace(batch_size=batch_size, total_seq_len=total_seq_len, conv_width=width))
+
+    assert [split(10, total) for total in (0, 10, 30, 31, 40, 41, 80, 81)] == [
+        *([(3, 32)] * 3),
+        *([(4, 32)] * 2),
+        *([(8, 32)] * 2),
+        (3, 8),
+    ]
+    assert split(10, 60, width=8) == (7, 32)
+    assert (split(128, 5000), split(129, 5000), split(0, 7)) == ((3, 8), (3, 32), (3, 8))
 
 
 def test_other_rows_do_not_matter(backend: str) -> None:
@@ -419,8 +441,8 @@ FAULTS: dict[str, tuple[str, tuple[str, str]]] = {
     "newest left out": (FWD, ("sum = __fmaf_rn(weights[WINDOW_LEN][channel], newest.of[channel], sum);", "")),
     "bias left out": (FWD, ("HAS_BIAS ? to_float", "false ? to_float")),
     "no activation": (FWD, ("IS_SILU ? __fmul_rn(sum, sigmoid(sum))", "false ? 0.0f")),
-    "inner rows begin too early": (FWD, ("of_sequence.begin + WINDOW_LEN", "of_sequence.begin + WINDOW_LEN - 1")),
-    "inner rows begin too late": (FWD, ("of_sequence.begin + WINDOW_LEN", "of_sequence.begin + WINDOW_LEN + 1")),
+    "inner rows begin too early": (FWD, ("of_sequence.begin + HEAD_TOKENS", "of_sequence.begin + HEAD_TOKENS - 3")),
+    "inner rows begin too late": (FWD, ("of_sequence.begin + HEAD_TOKENS", "of_sequence.begin + HEAD_TOKENS + 1")),
     "padding owns rows": (FWD, ("if (live_slot(batch, entries) < 0) continue;", "")),
     "unowned rows left": (FWD, ("if (is_inner || (tile.owned & bit) == 0)", "if (is_inner)")),
     "window of the first rows": (SHARED, ("window.take(i, tokens.last[i]);", "window.take(i, tokens.first[i]);")),

@@ -90,7 +90,7 @@ _POSITIVE = click.IntRange(min=1)
     multiple=True,
     type=Name("type", KERNEL_TYPE),
     metavar="TYPE",
-    help="Type of the pool. Repeatable; unless given: float32 and bfloat16.",
+    help="Type of the states; windows of conv have the work type. Repeatable; unless given: float32 and bfloat16.",
 )
 @click.option(
     "--work-dtype",
@@ -149,7 +149,8 @@ def bench(
 
     Regimes: decode, verify, fold, fused (folds pending records, then verifies, in one pass), lazy (verifies behind
     records that stay pending), step (verify and fold, and steps of decode loops: separate, fused, lazy) and prefill;
-    all of them unless some are named. A case is timed only after it passed a check on the very arrays that are timed.
+    around them conv (ahead of a decode, a verify or a prefill), commit (of a window's tokens) and gates; all of them
+    unless some are named. A case is timed only after it passed a check on the very arrays that are timed.
     Without a GPU the CPU backends are timed, with an eighth of the model's heads unless heads are given.
     """
     if fail_above is not None and compare is None:

@@ -17,6 +17,8 @@ from gdn.cli.bench_run import BenchRun
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e6bbf", "#c77d0a", "#555555")
 _MARKERS = "osD^vP"
+#: Regimes whose size is that of the rows, all together.
+_BY_TOKENS = ("prefill", "conv", "gates")
 _Points = list[tuple[Row, Timing]]
 
 
@@ -62,22 +64,32 @@ def _draw_panel(axis: Axes, regime: str, points: _Points) -> None:
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
     axis.set_title(regime, fontsize=11)
-    axis.set_xlabel("tokens" if regime == "prefill" else "batch size")
+    axis.set_xlabel("tokens" if regime in _BY_TOKENS else "batch size")
     axis.set_ylabel("GB/s")
     axis.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
     axis.legend(fontsize=7, frameon=False)
 
 
 def _size(row: Row) -> int:
-    return sum(row.case.call.lengths) if row.case.regime == "prefill" else row.case.batch_size
+    return sum(row.case.call.lengths) if row.case.regime in _BY_TOKENS else row.case.batch_size
+
+
+def _kind(row: Row) -> tuple[str, ...]:
+    """What tells apart rows of one size, if something does."""
+    case = row.case
+    if case.regime in ("conv", "gates"):
+        if max(case.call.lengths) == 1:
+            return ()
+        return ("rows" if case.moves_windows else "windows",)
+    words = re.search(r"\b(accept|lazy) .*", case.call.name)
+    return (words[0],) if words else ()
 
 
 def _series(points: _Points) -> Iterator[tuple[str, _Points]]:
-    """Points by what ran, types, what was accepted and in which form, each in the order of size."""
+    """Points by what ran, types, what was accepted and in which form or the kind of rows, each in the order of size."""
     groups: dict[str, _Points] = {}
     for row, timing in points:
-        kind = re.search(r"\b(accept|lazy) .*", row.case.call.name)
-        label = " ".join((row.by, row.case.call.types(), *((kind[0],) if kind else ())))
+        label = " ".join((row.by, row.case.call.types(), *_kind(row)))
         groups.setdefault(label, []).append((row, timing))
     for label, series in groups.items():
         yield label, sorted(series, key=lambda point: _size(point[0]))

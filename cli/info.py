@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import gdn
-from gdn.backends import BACKENDS, cache, cuda, host
+from gdn.backends import BACKENDS, binaries, cache, cuda, host
 from gdn.backends.launch import KERNEL_TYPE
 from gdn.cli import report
 from gdn.cli.report import Column
@@ -52,6 +52,7 @@ def gather() -> dict[str, Any]:
             "cpp_compiler": _compiler(),
             "backends": _backends(),
             "caches": _caches(),
+            "ready_kernels": {str(folder): _num_kernels(folder) for folder in binaries.folders()},
             "limits": {
                 "head_dim_multiple": HEAD_DIM_MULTIPLE,
                 "max_head_dim": MAX_HEAD_DIM,
@@ -139,7 +140,7 @@ def _caches() -> dict[str, dict[str, Any]]:
     # CuPy has no function that says where its cache is; this is what its documentation says.
     cupy_cache = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
     return {
-        "host": {"path": str(cache.directory()), "bytes": cache.size_bytes()},
+        "gdn": {"path": str(cache.directory()), "bytes": cache.size_bytes()},
         "cupy": {"path": str(cupy_cache), "bytes": _size_bytes(cupy_cache)},
     }
 
@@ -150,6 +151,11 @@ def _size_bytes(folder: Path) -> int:
         return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
     except OSError:
         return 0
+
+
+def _num_kernels(folder: Path) -> int:
+    """Kernels in a folder that were compiled ahead of time; 0 where there is no folder."""
+    return sum(1 for _ in folder.glob(f"*{binaries.SUFFIX}"))
 
 
 def _in_one_line(error: Exception) -> str:
@@ -172,8 +178,10 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "C++ compiler", facts["cpp_compiler"]
     for name, state in facts["backends"].items():
         yield f"backend {name}", state if state == "available" else f"not here: {state}"
-    for name, title in (("host", "host cache"), ("cupy", "CuPy cache")):
-        yield title, f"{facts['caches'][name]['path']} ({_size(facts['caches'][name]['bytes'])})"
+    for name, title in (("gdn", "gdn cache"), ("cupy", "CuPy cache")):
+        yield title, f"{facts['caches'][name]['path']} ({report.size(facts['caches'][name]['bytes'])})"
+    for folder, num_kernels in facts["ready_kernels"].items():
+        yield "ready kernels", f"{num_kernels} in {folder}"
     yield "head sizes", f"multiples of {limits['head_dim_multiple']} up to {limits['max_head_dim']}"
     yield "types", ", ".join(limits["types"])
     yield "GPUs served", f"compute capability {limits['min_compute_capability']} or later"
@@ -183,16 +191,6 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     if "memory_bytes" not in gpu:
         return str(gpu["name"])
     return (
-        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {_size(gpu['memory_bytes'])}, "
-        f"{gpu['num_multiprocessors']} multiprocessors, {_size(gpu['l2_cache_bytes'])} L2"
+        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {report.size(gpu['memory_bytes'])}, "
+        f"{gpu['num_multiprocessors']} multiprocessors, {report.size(gpu['l2_cache_bytes'])} L2"
     )
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes in the unit that leaves a short number."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -23,6 +23,7 @@ from gdn.cli.names import suggestion
 _COMMANDS = {
     "verify": "Check every backend of this machine against the oracle.",
     "bench": "Time every op against what this machine's memory could do.",
+    "compile": "Compile kernels ahead of time, for this machine or for others.",
     "info": "Show versions, GPUs, backends, caches and limits.",
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -56,6 +56,21 @@ class Name(click.ParamType):  # type: ignore[type-arg] # takes one in new releas
         return [CompletionItem(name) for name in self.known if name.startswith(incomplete)]
 
 
+class Names(Name):
+    """Several such names with commas between them."""
+
+    def convert(  # type: ignore[override] # a tuple, as each of several values
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):  # click may convert a value twice
+            return value
+        return tuple(Name.convert(self, part, param, ctx) for part in str(value).split(","))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(before + comma + name) for name in self.known if name.startswith(last)]
+
+
 class PairOfCounts(click.ParamType):  # type: ignore[type-arg] # as above
     """Two counts with a comma between them, such as 16,32."""
 

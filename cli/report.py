@@ -86,6 +86,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def size(num_bytes: int) -> str:
+    """Bytes in the unit that leaves a short number."""
+    number = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table. min_width: how wide a console must be to have room for it."""

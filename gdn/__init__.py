@@ -6,6 +6,8 @@ The functions are in `gdn.ops`. Importing this package loads neither CuPy nor CU
 from __future__ import annotations
 
 import os as _os
+from collections.abc import Callable as _Callable
+from typing import Any as _Any
 
 # The distribution maps the checkout's top-level `cli/` and `kernels/` into this package. Run from a checkout
 # without installing, the mapping does not exist yet, so the checkout's root joins the search path.
@@ -25,6 +27,14 @@ from gdn.errors import (  # noqa: E402 - needs the path above
 )
 from gdn.geometry import PAD_SLOT  # noqa: E402 - needs the path above
 
+
+def warmup(op: _Callable[..., _Any], /, *arguments: _Any, **keywords: _Any) -> None:
+    """Compile and load what a call of an op needs, and run nothing: `gdn.ops.warmup`."""
+    from gdn import ops  # loads NumPy, which this package does not by itself
+
+    ops.warmup(op, *arguments, **keywords)
+
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -39,4 +49,5 @@ __all__ = [
     "available_backends",
     "unavailable_backends",
     "use_backend",
+    "warmup",
 ]

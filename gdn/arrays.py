@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from gdn.errors import DeviceError, DTypeError, LayoutError, ShapeError, rejection
+from gdn import dlpack
+from gdn.errors import DeviceError, DTypeError, GdnError, LayoutError, ShapeError, rejection
 
 CPU = "cpu"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -24,8 +25,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 #: Bytes of the kernels' widest accesses. What is compiled and launched may depend on addresses by this much alone.
 ALIGNMENT = 16
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_DLPACK_CPU = 1
-_DLPACK_CUDA = 2
+# Device types of DLPack: memory of the CPU, plain or pinned for a GPU; memory of a GPU, plain or managed.
+_DLPACK_CPU = (1, 3)
+_DLPACK_CUDA = (2, 13)
 
 
 class Argument(NamedTuple):
@@ -57,10 +59,12 @@ class Argument(NamedTuple):
         return first_axis >= len(self.shape) or self.shape[first_axis] == 1 or self.strides[first_axis] == expected
 
     def rows_are_packed(self) -> bool:
-        """Whether the last axis is dense and every start of a row lies on a 16-byte boundary.
+        """Whether the last axis is dense and every start of a row lies on a 16-byte boundary; so it is without rows.
 
         Kernels then use their widest accesses; the results are the same bits either way.
         """
+        if not self.size:  # strides of such arrays, which NumPy and CuPy make 0, say nothing
+            return True
         channel_is_next = self.shape[-1] <= 1 or self.strides[-1] == 1
         starts = (self.pointer, *(stride * self.itemsize for stride in self.strides[:1] if self.shape[0] > 1))
         return channel_is_next and all(start % ALIGNMENT == 0 for start in starts)
@@ -138,17 +142,19 @@ def _adopt(name: str, value: Any) -> Any:
     if ndarray is not None and isinstance(value, ndarray):
         return value
     try:
+        _refuse_negation(name, value)
         if hasattr(value, "__dlpack_device__"):
             device_type = int(value.__dlpack_device__()[0])
-            if device_type == _DLPACK_CPU:
-                return np.from_dlpack(value)
-            if device_type == _DLPACK_CUDA:
+            if device_type in _DLPACK_CPU:
+                return dlpack.numpy_array(value)
+            if device_type in _DLPACK_CUDA:
+                # CuPy names its current stream, and the producer has that wait for what it has enqueued elsewhere.
                 return _cupy(name).from_dlpack(value)
             raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
         if hasattr(value, "__cuda_array_interface__"):
             return _cupy(name).asarray(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, DeviceError):
+        if isinstance(error, GdnError):
             raise
         raise DTypeError(
             rejection(name, "an array whose memory can be shared", f"{_type_name(value)}: {error}")
@@ -159,6 +165,14 @@ def _adopt(name: str, value: Any) -> Any:
 def _refuse_mask(name: str, value: Any) -> None:
     if isinstance(value, np.ma.MaskedArray):
         raise DTypeError(rejection(name, "an array without a mask, which no op would honour", _type_name(value)))
+
+
+def _refuse_negation(name: str, value: Any) -> None:
+    """PyTorch keeps the sign of some views (`x.conj().imag`) in a flag, and exports the memory all the same."""
+    is_negated = getattr(value, "is_neg", None)
+    if callable(is_negated) and is_negated():
+        expected = "memory that holds the values themselves (call .resolve_neg())"
+        raise LayoutError(rejection(name, expected, f"{_type_name(value)} with the negative bit set"))
 
 
 def _cupy(name: str) -> Any:
@@ -213,12 +227,18 @@ def _strides_of(name: str, value: Any, shape: tuple[int, ...], itemsize: int) ->
 
 
 def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
-    """A new array in the place of a call's arguments."""
+    """A new array in the place of a call's arguments.
+
+    Raises DeviceError in a stream capture: there an allocation may fail, and memory that CuPy gives away again once the
+    array is gone would be written by every replay.
+    """
     if place == CPU:
         return np.empty(shape, DTYPES[dtype])
     import cupy
 
     with in_place(place):
+        if cupy.cuda.get_current_stream().is_capturing():
+            raise DeviceError(rejection("out", "an array to write to, which a stream capture does not make", None))
         return cupy.empty(shape, DTYPES[dtype])
 
 

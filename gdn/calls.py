@@ -55,7 +55,7 @@ def run(rules: Rules, *given: Any) -> Any:
     if seen is None:
         return BoundCall(rules, given)()
     metadata, addresses = seen
-    kind = (rules, row_tile.forced(), *metadata)
+    kind = _kind(rules, metadata)
     plan = plans.find(kind)
     if plan is not None and plan.run(addresses):
         return given[-1]  # an op that returns its readout takes it last
@@ -63,6 +63,36 @@ def run(rules: Rules, *given: Any) -> Any:
     result = bound()
     bound.keep_plan(kind, given)
     return result
+
+
+def check(rules: Rules, *given: Any) -> None:
+    """Raise what `run` would, running nothing; a compile or a capture aside. For calls that come after others."""
+    seen = arrays.signature(given)
+    if seen is not None:
+        plan = plans.find(_kind(rules, seen[0]))
+        if plan is not None and plan.takes(seen[1]):
+            return
+    checked = rules(*given)
+    checked.ready()
+    if checked.place == arrays.CPU:
+        checked.check_values()
+
+
+def warmup(rules: Rules, *given: Any) -> None:
+    """Check a call, compile it and keep a plan for others of its kind; nothing is run or written.
+
+    Raises what the op would, but for index values.
+    """
+    bound = BoundCall(rules, given)
+    bound.compile_for_cpu()
+    seen = arrays.signature(given)
+    if seen is not None:
+        bound.keep_plan(_kind(rules, seen[0]), given)
+
+
+def _kind(rules: Rules, metadata: Sequence[Any]) -> Hashable:
+    """What calls have in common that take one plan."""
+    return (rules, row_tile.forced(), *metadata)
 
 
 class BoundCall:
@@ -76,11 +106,17 @@ class BoundCall:
         self._ready = checked.ready()
         self._run = _runner(checked, self._ready)
         self._result = self._ready.result
+        self._place = checked.place
 
     def __call__(self) -> Any:
         """Run the call on what its arrays hold now; returns what the op would."""
         self._run()
         return self._result
+
+    def compile_for_cpu(self) -> None:
+        """Compile what binding does not: the kernel of a call on NumPy arrays, where the backend host is to run it."""
+        if self._place == arrays.CPU and not self._ready.idle and backend_for_numpy_arrays() == "host":
+            host.load(self._ready.launch().variant)
 
     def keep_plan(self, kind: Hashable, given: Sequence[Any]) -> None:
         """Make a plan of this call, which is of this kind and was given these arrays."""

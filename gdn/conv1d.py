@@ -117,9 +117,14 @@ def conv1d_inputs(
     if biases is not None:
         require_shape(biases, "[conv_dim]", (batch.conv_dim,))
         require_float(biases)
-    if activation not in (None, "silu"):
-        raise GdnError(rejection("activation", "None or 'silu'", repr(activation)))
-    return Conv1dInputs(batch, weight, biases, activation, bool(write_state))
+    return Conv1dInputs(batch, weight, biases, known_activation(activation), bool(write_state))
+
+
+def known_activation(activation: Any) -> str | None:
+    """The name of an activation, or None; raises GdnError for another."""
+    if activation is None or (isinstance(activation, str) and activation == "silu"):
+        return activation
+    raise GdnError(rejection("activation", "None or 'silu'", repr(activation)))
 
 
 def commit_inputs(

@@ -1,4 +1,8 @@
-"""The rules of each op around the recurrence, in the order of its signature, and what runs it."""
+"""The rules of each op around the recurrence, and what runs it.
+
+An op that takes more than arrays has a function `..._call`: of its arguments, in the order of its signature, it makes
+rules that take arrays alone, and these arrays.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from gdn.check import require_one_place
 from gdn.conv1d import (
     commit_inputs,
     conv1d_inputs,
+    known_activation,
     require_commit_places,
     require_conv_output,
     require_conv_places,
@@ -24,7 +29,7 @@ from gdn.gates import gate_inputs, require_gate
 from gdn.indices import check_conv1d_indices
 
 
-def conv1d_rules(
+def conv1d_call(
     qkv: Any,
     conv_weight: Any,
     conv_state: Any,
@@ -34,15 +39,13 @@ def conv1d_rules(
     activation: str | None,
     write_state: bool,
     out: Any,
-) -> Checked:
-    five = qkv, conv_weight, conv_state, slot_idx, input_row_offsets
-    return flat_conv1d_rules(activation, bool(write_state))(*five, bias, out)
+) -> tuple[Rules, tuple[Any, ...]]:
+    rules = _conv1d_rules(known_activation(activation), bool(write_state))
+    return rules, (qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, out)
 
 
 @cache  # so that calls of one kind take one plan
-def flat_conv1d_rules(activation: str | None, write_state: bool) -> Rules:
-    """Rules that take arrays alone."""
-
+def _conv1d_rules(activation: str | None, write_state: bool) -> Rules:
     def rules(
         qkv: Any, conv_weight: Any, conv_state: Any, slot_idx: Any, input_row_offsets: Any, bias: Any, out: Any
     ) -> Checked:
@@ -89,11 +92,13 @@ def commit_rules(qkv: Any, conv_state: Any, slot_idx: Any, input_row_offsets: An
     return Checked(place, lambda: check_conv1d_indices(inputs.batch, inputs.num_accepted), ready)
 
 
-def gate_rules(a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any) -> Checked:
-    return flat_gate_rules(allow_neg_eigval)(a, b, A_log, dt_bias, *gates_given(out))
+def gate_call(
+    a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any
+) -> tuple[Rules, tuple[Any, ...]]:
+    return _gate_rules(bool(allow_neg_eigval)), (a, b, A_log, dt_bias, *_gates_given(out))
 
 
-def gates_given(out: Any) -> tuple[Any, Any]:
+def _gates_given(out: Any) -> tuple[Any, Any]:
     """The two arrays of a pair, or None for each of none."""
     if out is None:
         return None, None
@@ -103,9 +108,7 @@ def gates_given(out: Any) -> tuple[Any, Any]:
 
 
 @cache  # so that calls of one kind take one plan
-def flat_gate_rules(allow_neg_eigval: bool) -> Rules:
-    """Rules that take arrays alone: decay and beta instead of `out`."""
-
+def _gate_rules(allow_neg_eigval: bool) -> Rules:
     def rules(a: Any, b: Any, A_log: Any, dt_bias: Any, decay: Any, beta: Any) -> Checked:
         inputs = gate_inputs(arrays.take, a, b, A_log, dt_bias, allow_neg_eigval=allow_neg_eigval)
         place = require_one_place(inputs.arguments)

@@ -1,15 +1,17 @@
 """The public functions. Contract of arrays, index values and exactness: see the docstrings and README.
 
 Arrays of one call live in one place. On a GPU (CuPy, or anything that shares its memory by DLPack or
-`__cuda_array_interface__`) a call enqueues a kernel on CuPy's current stream and returns without waiting: keep arrays
-of other frameworks alive, and their stream CuPy's current one, until the kernel has run. NumPy arrays are computed at
-once, by the backend that `gdn.use_backend` names.
+`__cuda_array_interface__`) a call enqueues a kernel on the current stream that CuPy has for the arrays' device, and
+returns without waiting: keep arrays of other frameworks alive, and their stream CuPy's current one, until the kernel
+has run (docs/frameworks.md). In a stream capture a call is refused that would have to compile or allocate: give
+``out``, and call `gdn.warmup` before. Calls on a CPU are computed at once, by the backend that `gdn.use_backend` names.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gdn import arrays, calls
@@ -19,7 +21,7 @@ from gdn.calls import BoundCall, Rules
 from gdn.conv1d import conv1d_inputs
 from gdn.errors import GdnError, ShapeError, rejection
 from gdn.geometry import HeadGeometry
-from gdn.layer_rules import commit_rules, conv1d_rules, flat_conv1d_rules, flat_gate_rules, gate_rules, gates_given
+from gdn.layer_rules import commit_rules, conv1d_call, gate_call
 from gdn.recurrence import recurrence_inputs
 from gdn.rules import fold_rules, fwd_rules, verify_rules
 
@@ -35,6 +37,7 @@ __all__ = [
     "gated_delta_recurrence_verify_ring",
     "gated_delta_ring_record_elements",
     "gated_delta_state_fold",
+    "warmup",
 ]
 
 
@@ -294,8 +297,9 @@ def gated_delta_conv1d_fwd(
     Raises:
         As `gated_delta_recurrence_fwd`.
     """
-    rules = flat_conv1d_rules(activation, bool(write_state))
-    return calls.run(rules, qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, out)
+    arguments = qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, activation, write_state, out
+    rules, given = conv1d_call(*arguments)
+    return calls.run(rules, *given)
 
 
 def gated_delta_conv1d_fwd_shape(
@@ -357,10 +361,10 @@ def gated_delta_gates(
         ShapeError, DTypeError, LayoutError, DeviceError: an argument breaks a rule above; nothing was written.
         KernelCompileError: the kernel did not compile.
     """
-    decay, beta = gates_given(out)
-    result = calls.run(flat_gate_rules(bool(allow_neg_eigval)), a, b, A_log, dt_bias, decay, beta)
+    rules, given = gate_call(a, b, A_log, dt_bias, allow_neg_eigval, out)
+    result = calls.run(rules, *given)
     # A call with a plan returns its last array alone; it was given arrays of CuPy's own.
-    return result if isinstance(result, tuple) else (decay, beta)
+    return result if isinstance(result, tuple) else given[-2:]
 
 
 def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCall:
@@ -376,8 +380,9 @@ def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCa
     The call is on these arrays, which are kept alive: values in them may change between runs; shape, type and memory of
     an array may not. Where ``out`` is not given, it is made once and every run writes to it again. On a GPU a run
     enqueues one kernel on the stream that is CuPy's current one at that time, from any thread, and may be captured into
-    a CUDA graph at once: the kernel is compiled here. NumPy arrays stay with the backend that is chosen here, and each
-    run checks their index values, as the op does.
+    a CUDA graph at once: the kernel is compiled here. Arrays of other frameworks are taken over here, once and for all:
+    their streams are not waited for again. NumPy arrays stay with the backend that is chosen here, and each run checks
+    their index values, as the op does.
 
     Args:
         op: a function of this module that runs a kernel.
@@ -388,6 +393,27 @@ def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCa
         TypeError: arguments are missing or unknown, as for any call.
     """
     return BoundCall(*_rules_of(op, arguments, keywords))
+
+
+def warmup(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
+    """Check a call and compile and load what it needs, so that it and others of its kind may be captured into a graph.
+
+    Nothing is enqueued or written. Calls are of one kind where their arrays differ in nothing but addresses, and these
+    in multiples of 16 bytes; in the calling thread ops check such calls no more in full. NumPy arrays compile a kernel
+    where `gdn.use_backend` names the backend host. `gdn.warmup` is the same function::
+
+        gdn.warmup(gdn.ops.gated_delta_recurrence_fwd, qkv, decay, beta, state, slot_idx, offsets, out=out)
+
+    Args:
+        op: a function of this module that runs a kernel.
+        *arguments, **keywords: what the op will be called with, ``out`` included where it will be given.
+
+    Raises:
+        GdnError: what the op itself would refuse, index values aside, and an op that is none.
+        TypeError: arguments are missing or unknown, as for any call.
+    """
+    rules, given = _rules_of(op, arguments, keywords)
+    calls.warmup(rules, *given)
 
 
 def check_indices(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
@@ -417,20 +443,25 @@ def _rules_of(
     op: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Rules, tuple[Any, ...]]:
     """The rules of an op, and what they take for a call of it."""
-    rules = _RULES.get(op)
-    if rules is None:
-        known = ", ".join(function.__name__ for function in _RULES)
+    call = _CALLS.get(op)
+    if call is None:
+        known = ", ".join(function.__name__ for function in _CALLS)
         raise GdnError(rejection("op", f"one of {known}", getattr(op, "__name__", repr(op))))
     bound = inspect.signature(op).bind(*arguments, **keywords)  # puts keywords in the order of the signature
     bound.apply_defaults()
-    return rules, tuple(bound.arguments.values())
+    return call(*bound.arguments.values())
 
 
-_RULES: dict[Callable[..., Any], Rules] = {
-    gated_delta_conv1d_commit: commit_rules,
-    gated_delta_conv1d_fwd: conv1d_rules,
-    gated_delta_gates: gate_rules,
-    gated_delta_recurrence_fwd: fwd_rules,
-    gated_delta_recurrence_verify_ring: verify_rules,
-    gated_delta_state_fold: fold_rules,
+def _plain(rules: Rules, *given: Any) -> tuple[Rules, tuple[Any, ...]]:
+    return rules, given
+
+
+#: Makes of an op's arguments, in the order of its signature, its rules and the arrays that these take.
+_CALLS: dict[Callable[..., Any], Callable[..., tuple[Rules, tuple[Any, ...]]]] = {
+    gated_delta_conv1d_commit: partial(_plain, commit_rules),
+    gated_delta_conv1d_fwd: conv1d_call,
+    gated_delta_gates: gate_call,
+    gated_delta_recurrence_fwd: partial(_plain, fwd_rules),
+    gated_delta_recurrence_verify_ring: partial(_plain, verify_rules),
+    gated_delta_state_fold: partial(_plain, fold_rules),
 }

@@ -31,11 +31,17 @@ class Plan:
     places: tuple[tuple[int, int], ...]
     too_near: tuple[tuple[int, int, int, int], ...]
 
-    def run(self, addresses: Sequence[int]) -> bool:
-        """Enqueue the call for arrays at these addresses; False, and nothing done, where they might overlap."""
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Whether arrays at these addresses are surely apart where they must be."""
         for written, other, low, high in self.too_near:
             if low < addresses[other] - addresses[written] < high:
                 return False
+        return True
+
+    def run(self, addresses: Sequence[int]) -> bool:
+        """Enqueue the call for arrays at these addresses; False, and nothing done, where they might overlap."""
+        if not self.takes(addresses):
+            return False
         arguments = self.launch.arguments
         for parameter, position in self.places:
             arguments[parameter] = addresses[position]

@@ -51,7 +51,7 @@ class PendingWindows:
     token that is always accepted.
 
     The tables are changed in place, by one small kernel a call, on CuPy's current stream: nothing waits, and the calls
-    may be captured into a CUDA graph after each has run once.
+    may be captured into a CUDA graph (`fold` after a `gdn.warmup` of `gdn.ops.gated_delta_state_fold`).
 
     Attributes:
         ring_slot_idx: [num_layers, batch_size], the ring row in which each window records.
@@ -88,6 +88,7 @@ class PendingWindows:
             self.pending_ring_slot_idx = rows.array[0].copy()
             self._spare_ring_slot_idx = rows.array[1].copy()
         self.num_pending, self._window_len, self._first_place = (self._new_counts(rows.shape[2:]) for _ in range(3))
+        calls.BoundCall(self._rules, (*(None,) * 4, *self._tables))  # compiles for a GPU, as a capture may not
 
     def _new_counts(self, shape: tuple[int, ...]) -> Any:
         counts = arrays.empty(shape, "uint32", self._place)
@@ -159,10 +160,10 @@ class PendingWindows:
             raise DTypeError(rejection("is_new", "an array", None))
         self._advance(is_new, None, None, None)
 
-    def _advance(self, *given: Any) -> None:
-        calls.run(
-            self._rules,
-            *given,
+    @property
+    def _tables(self) -> tuple[Any, ...]:
+        """All that a step changes."""
+        return (
             self.ring_slot_idx,
             self.pending_ring_slot_idx,
             self._spare_ring_slot_idx,
@@ -170,6 +171,9 @@ class PendingWindows:
             self._window_len,
             self._first_place,
         )
+
+    def _advance(self, *given: Any) -> None:
+        calls.run(self._rules, *given, *self._tables)
 
 
 def _require_two_rows(rows: Argument) -> None:

@@ -1,6 +1,7 @@
 // What the convolution and its commit share: a thread's channels, their windows of past inputs, one output.
 //
 // MACROS     CONV_WIDTH: taps, 2 to 8; CHANNELS: neighbouring channels of a thread; NUM_THREADS of a block;
+//            HEAD_TOKENS: the first rows of a sequence that are walked with its window, at least CONV_WIDTH - 1;
 //            WORK_TYPE (qkv), STATE_TYPE (conv_state); IS_PACKED: qkv (and out) take the widest accesses;
 //            STATE_BY_CHANNEL, STATE_IS_PACKED: how a thread's window lies in the pool, see ChannelColumns
 // GRID       the channels of a token are split over ceil(conv_dim / (NUM_THREADS * CHANNELS)) neighbouring blocks
@@ -8,6 +9,7 @@
 #include "ragged_rows.cuh"
 
 constexpr int WINDOW_LEN = CONV_WIDTH - 1;
+static_assert(HEAD_TOKENS >= WINDOW_LEN, "HEAD_TOKENS");
 
 // COLUMNS values of each of a thread's channels, as they lie in memory at `first`: BY_CHANNEL, all of a channel side by
 // side and channel after channel; else column after column, the channels of each `channel_stride` apart, or side by side
@@ -109,14 +111,15 @@ struct WindowPool {
     }
 };
 
-// The ends of a sequence's rows, under way together: the first and the last WINDOW_LEN, or fewer and some repeated.
+// The ends of a sequence's rows, under way together: the first HEAD_TOKENS and the last WINDOW_LEN, or fewer and some
+// repeated.
 struct SequenceEnds {
-    Token first[WINDOW_LEN];
+    Token first[HEAD_TOKENS];
     Token last[WINDOW_LEN];
 
     __device__ __forceinline__ void load(const TokenColumn& qkv, const RowRange& rows) {
         #pragma unroll
-        for (int i = 0; i < WINDOW_LEN; ++i) qkv.load(rows.begin + i < rows.end ? rows.begin + i : rows.end - 1, first[i]);
+        for (int i = 0; i < HEAD_TOKENS; ++i) qkv.load(rows.begin + i < rows.end ? rows.begin + i : rows.end - 1, first[i]);
         #pragma unroll
         for (int i = 0; i < WINDOW_LEN; ++i) {
             const long long row = rows.end - WINDOW_LEN + i;
@@ -125,8 +128,8 @@ struct SequenceEnds {
     }
 };
 
-// Move a slot's window over all of these rows; `on_token(i, window, inputs)` sees each of the first WINDOW_LEN before the
-// window moves over it. The slot is read before it is written, by the thread that writes it.
+// Move a slot's window over all of these rows; `on_token(i, window, inputs)` sees each of the first HEAD_TOKENS before
+// the window moves over it. The slot is read before it is written, by the thread that writes it.
 template <typename OnToken>
 __device__ __forceinline__ void move_window(
     const WindowPool& pool, long long slot, const TokenColumn& qkv, const RowRange& rows, bool writes,
@@ -138,7 +141,7 @@ __device__ __forceinline__ void move_window(
     Window window;
     stored.widen(window.inputs);
     #pragma unroll
-    for (int i = 0; i < WINDOW_LEN; ++i) {
+    for (int i = 0; i < HEAD_TOKENS; ++i) {
         if (rows.begin + i < rows.end) {
             const Inputs inputs(tokens.first[i]);
             on_token(i, window, inputs);
@@ -146,7 +149,7 @@ __device__ __forceinline__ void move_window(
         }
     }
     if (!writes) return;
-    if (rows.end - rows.begin > WINDOW_LEN) {
+    if (rows.end - rows.begin > HEAD_TOKENS) {
         #pragma unroll
         for (int i = 0; i < WINDOW_LEN; ++i) window.take(i, tokens.last[i]);
     }

@@ -10,7 +10,7 @@
 // CALLER     guarantees that arrays do not overlap and that two live sequences never name one slot.
 #include "conv1d.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_conv1d_commit(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_conv1d_commit(
     const WORK_TYPE* __restrict__ qkv, long long qkv_token_stride, long long qkv_channel_stride,
     STATE_TYPE* __restrict__ conv_state, long long state_slot_stride, long long state_channel_stride,
     long long state_place_stride,

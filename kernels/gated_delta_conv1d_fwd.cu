@@ -6,10 +6,10 @@
 // MACROS     those of conv1d.cuh; WEIGHT_TYPE, WEIGHT_IS_PACKED (conv_weight); BIAS_TYPE, HAS_BIAS; IS_SILU; OUT_TYPE;
 //            TILE_TOKENS: 1 to 32 rows of a tile; TOKENS_AT_ONCE: those of them that are under way together
 // BLOCK      NUM_THREADS * CHANNELS channels of either
-//              the head of a sequence: its first CONV_WIDTH - 1 rows, which look back into the slot's window, and that
+//              the head of a sequence: its first HEAD_TOKENS rows, of which some look back into the slot's window, and that
 //              window, which nobody else reads or writes; or
-//              a tile of TILE_TOKENS rows, whosever they are: those of them that look back on rows alone, and zeros
-//              for those that no live sequence owns.
+//              a tile of TILE_TOKENS rows, whosever they are: those of them behind the heads, which look back on rows alone,
+//              and zeros for those that no live sequence owns.
 // GRID       (batch_size + ceil(total_seq_len / TILE_TOKENS)) * ceil(conv_dim / (NUM_THREADS * CHANNELS)) blocks,
 //            channels fastest, heads first
 // SHAPES     qkv, out [total_seq_len, conv_dim]; conv_weight [conv_dim, CONV_WIDTH]; bias [conv_dim]; conv_state
@@ -73,7 +73,7 @@ struct OutColumn {
     }
 };
 
-// Which rows of a tile belong to live sequences, and which of those look back on rows of their sequence alone.
+// Which rows of a tile belong to live sequences, and which of those are behind the head of their sequence.
 struct TileRows {
     unsigned int owned;
     unsigned int inner;
@@ -98,7 +98,7 @@ __device__ __forceinline__ TileRows tile_rows(const Batch& batch, long long firs
         if (of_sequence.begin >= first_row + TILE_TOKENS || of_sequence.end <= first_row) continue;
         if (live_slot(batch, entries) < 0) continue;
         atomicOr(&rows.owned, tile_bits(of_sequence.begin, of_sequence.end, first_row));
-        atomicOr(&rows.inner, tile_bits(of_sequence.begin + WINDOW_LEN, of_sequence.end, first_row));
+        atomicOr(&rows.inner, tile_bits(of_sequence.begin + HEAD_TOKENS, of_sequence.end, first_row));
     }
     __syncthreads();
     return rows;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void convolve_tile(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_conv1d_fwd(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_conv1d_fwd(
     const WORK_TYPE* __restrict__ qkv, long long qkv_token_stride, long long qkv_channel_stride,
     const WEIGHT_TYPE* __restrict__ conv_weight, long long weight_channel_stride, long long weight_tap_stride,
     STATE_TYPE* __restrict__ conv_state, long long state_slot_stride, long long state_channel_stride,

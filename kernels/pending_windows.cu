@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(128) pending_windows(
     if (num_accepted != nullptr) {
         pending = pending_after(pending, window_len[sequence], first_place[sequence],
                                 num_accepted[sequence * num_accepted_stride], ring_len);
+        #pragma unroll 1
         for (long long at = sequence; at < num_layers * batch_size; at += batch_size)
             pending_ring_slot_idx[at] = ring_slot_idx[at];
     }
@@ -65,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(128) pending_windows(
     const bool moves = pending > 0 && length > 0 && !fits;
     window_len[sequence] = length;
     first_place[sequence] = moves ? 0 : pending;
+    #pragma unroll 1
     for (long long at = sequence; at < num_layers * batch_size; at += batch_size) {
         const unsigned int current = pending_ring_slot_idx[at];
         const unsigned int other = ring_slot_idx[at] == current ? spare_ring_slot_idx[at] : ring_slot_idx[at];

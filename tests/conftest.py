@@ -193,6 +193,84 @@ class FoldCall(Call):
         }
 
 
+class GatesCall(Call):
+    """A call of the gates of 5 tokens and 3 heads; its readout is a pair."""
+
+    op = staticmethod(ops.gated_delta_gates)
+    by_name = ("decay", "beta")
+
+    def __init__(self, *, work_dtype: str = "float32") -> None:
+        random = np.random.default_rng(0)
+        self.arguments = {name: random.standard_normal((5, 3)).astype(DTYPES[work_dtype]) for name in "ab"}
+        self.arguments |= {name: random.standard_normal(3).astype(np.float32) for name in ("A_log", "dt_bias")}
+        self.arguments |= {name: np.full((5, 3), 7, np.float32) for name in ("decay", "beta")}
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {"allow_neg_eigval": True, "out": (self["decay"], self["beta"])}
+
+
+class ConvCall(Call):
+    """A call of the convolution of two sequences of 3 and 2 tokens, or of the commit of 1 and 2 of them."""
+
+    op = staticmethod(ops.gated_delta_conv1d_fwd)
+    by_name = ("bias", "out")
+
+    def __init__(self, *, work_dtype: str = "float32", is_commit: bool = False) -> None:
+        random, dtype = np.random.default_rng(0), DTYPES[work_dtype]
+        self.arguments = {"qkv": random.standard_normal((5, 16)).astype(dtype)}
+        if not is_commit:
+            self.arguments["conv_weight"] = random.standard_normal((16, 4)).astype(dtype)
+        self.arguments |= {
+            "conv_state": random.standard_normal((4, 16, 3)).astype(dtype),
+            "slot_idx": np.array([2, 0], np.uint32),
+            "input_row_offsets": np.array([0, 3, 5], np.uint32),
+        }
+        if is_commit:
+            self.op = ops.gated_delta_conv1d_commit
+            self.arguments["num_accepted"] = np.array([1, 2], np.uint32)
+        else:
+            self.arguments["bias"] = random.standard_normal(16).astype(np.float32)
+            self.arguments["out"] = np.full((5, 16), 7, dtype)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {**super().keywords, "activation": "silu"} if "out" in self.arguments else {}
+
+
+def _with_pending(call: Call) -> Call:
+    """The call behind pending records: of another ring row, of its own, in part."""
+    random = np.random.default_rng(1)
+    if "ring" not in call.arguments:
+        call["ring"] = np.zeros((3, 1, 4, call.heads.record_elements + 2), np.float32)
+    call["ring"][...] = random.standard_normal(call["ring"].shape)
+    call["pending_ring_slot_idx"] = np.array([2, 1], np.uint32)
+    call["num_pending"] = np.array([2, 1], np.uint32)
+    return call
+
+
+#: A call of every op, whose arrays of a model's values have the type that is given.
+OP_CALLS: dict[str, Callable[[str], Call]] = {
+    "fwd": lambda dtype: Call(work_dtype=dtype, state_dtype=dtype),
+    "fwd-pending": lambda dtype: _with_pending(Call(work_dtype=dtype, state_dtype=dtype)),
+    "verify": lambda dtype: VerifyCall(work_dtype=dtype, state_dtype=dtype),
+    "verify-pending": lambda dtype: _with_pending(VerifyCall(work_dtype=dtype, state_dtype=dtype)),
+    "fold": lambda dtype: FoldCall(state_dtype=dtype),
+    "conv1d": lambda dtype: ConvCall(work_dtype=dtype),
+    "conv1d-commit": lambda dtype: ConvCall(work_dtype=dtype, is_commit=True),
+    "gates": lambda dtype: GatesCall(work_dtype=dtype),
+}
+
+
+@pytest.fixture(params=OP_CALLS)
+def new_op_call(request: pytest.FixtureRequest) -> Callable[..., Call]:
+    """Makes calls of each op, each time with the same values: `new_op_call(dtype)`."""
+    make = OP_CALLS[request.param]
+    return lambda dtype="float32": make(dtype)
+
+
 def _whole_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     while isinstance(array.base, np.ndarray):
         array = array.base

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from gdn import arrays
 from gdn.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -167,3 +168,9 @@ def test_a_readout_of_one_row_or_none_may_have_any_row_stride(
     call = new_call(lengths=lengths)
     call["out"] = np.lib.stride_tricks.as_strided(call["out"], strides=(0, 4))
     assert_same_results(call, new_call(lengths=lengths), cpu_backend)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+def test_an_array_without_elements_is_packed(shape: tuple[int, int]) -> None:
+    """NumPy and CuPy give it strides of 0; a batch without tokens needs no kernel of its own for that."""
+    assert arrays.take("qkv_conv_output", np.empty(shape, np.float32)).rows_are_packed()

@@ -429,7 +429,8 @@ def test_pythons_part_of_a_call_stands_beside_that_of_a_bound_one(monkeypatch: p
 def test_all_regimes_without_a_word() -> None:
     rows = document(*QUICK, "--seq-len", "5")["rows"]
     assert [row["regime"] for row in rows] == [
-        *("decode", "verify", "fold", "fused", "lazy", *["step"] * 12, "prefill")
+        *("decode", "verify", "fold", "fused", "lazy", *["step"] * 12, "prefill"),
+        *("conv", "conv", "conv", "commit", "gates", "gates"),
     ]
 
 

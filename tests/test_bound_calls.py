@@ -139,7 +139,10 @@ def test_memory_that_may_not_be_written_is_refused_when_bound(call: Call, cpu_ba
 
 
 def test_other_functions_and_other_arguments_are_refused(call: Call) -> None:
-    known = "gated_delta_gates, gated_delta_recurrence_fwd, gated_delta_recurrence_verify_ring, gated_delta_state_fold"
+    known = (
+        "gated_delta_conv1d_commit, gated_delta_conv1d_fwd, gated_delta_gates, gated_delta_recurrence_fwd, "
+        "gated_delta_recurrence_verify_ring, gated_delta_state_fold"
+    )
     with pytest.raises(GdnError, match=rf"^op: expected one of {known}, got gated_delta_recurrence_fwd_shape$"):
         ops.bind(ops.gated_delta_recurrence_fwd_shape, *call.six)
     with pytest.raises(TypeError, match="input_row_offsets"):

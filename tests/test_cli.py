@@ -80,7 +80,7 @@ def test_help_needs_neither_numpy_nor_rich() -> None:
     assert "info" in done.stdout
 
 
-@pytest.mark.parametrize("command", [(), ("verify",), ("bench",), ("info",)])
+@pytest.mark.parametrize("command", [(), ("verify",), ("bench",), ("compile",), ("info",)])
 def test_help_of_each_command(command: tuple[str, ...]) -> None:
     result = gdn_command(*command, "--help")
     assert result.exit_code == 0
@@ -95,7 +95,7 @@ def test_version() -> None:
     ("arguments", "message"),
     [
         (("verfy",), "did you mean verify?"),
-        (("bogus",), "expected one of verify, bench, info"),
+        (("bogus",), "expected one of verify, bench, compile, info"),
         (("verify", "--case", "decode_bach"), "did you mean decode_batch"),
         (("verify", "--case", "random-1--2"), "unknown case 'random-1--2'"),
         (("verify", "--model", "qwen3.6-27"), "did you mean qwen3.6-27b"),
@@ -443,15 +443,22 @@ def test_info() -> None:
     assert facts["gdn"] == gdn.__version__
     assert facts["backend numpy"] == "available"
     assert facts["head sizes"] == "multiples of 8 up to 256"
-    assert {"Python", "NumPy", "ml_dtypes", "CuPy", "CUDA", "C++ compiler", "host cache", "CuPy cache"} < set(facts)
+    assert {"Python", "NumPy", "ml_dtypes", "CuPy", "CUDA", "C++ compiler"} < set(facts)
+    assert {"gdn cache", "CuPy cache", "ready kernels"} < set(facts)
 
 
 def test_info_as_json(tmp_path: Path) -> None:
-    (tmp_path / "entry").write_bytes(bytes(3000))
-    result = gdn_command("info", "--json", GDN_CACHE_DIR=str(tmp_path), CUPY_CACHE_DIR=str(tmp_path / "none"))
+    ours, shipped = tmp_path / "ours", tmp_path / "shipped"
+    for folder in (ours, shipped):
+        folder.mkdir()
+    (ours / "entry").write_bytes(bytes(3000))
+    (shipped / "a.kernel").touch()
+    caches = {"GDN_CACHE_DIR": str(ours), "CUPY_CACHE_DIR": str(tmp_path / "none")}
+    result = gdn_command("info", "--json", GDN_KERNEL_DIR=str(shipped), **caches)
     facts = json.loads(result.stdout)
+    assert facts["ready_kernels"] == {str(shipped): 1, str(ours): 0}
     assert facts["caches"] == {
-        "host": {"path": str(tmp_path), "bytes": 3000},
+        "gdn": {"path": str(ours), "bytes": 3000},
         "cupy": {"path": str(tmp_path / "none"), "bytes": 0},
     }
     assert list(facts["backends"]) == ["cuda", "host", "numpy"]

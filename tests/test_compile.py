@@ -17,11 +17,14 @@ from types import SimpleNamespace
 import pytest
 
 from gdn.arrays import DTYPES, describe
-from gdn.backends import cuda, row_tile
+from gdn.backends import gated_delta_conv1d_commit as commit_kernel
+from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
+from gdn.backends import nvrtc, row_tile
+from gdn.backends import pending_windows as windows_kernel
 from gdn.backends import recurrence as recurrence_launch
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile
@@ -32,7 +35,8 @@ from gdn.backends.streamed_tile import (
     streamed_tiles,
     tiles_with_records,
 )
-from gdn.errors import KernelCompileError
+from gdn.conv1d import commit_inputs, conv1d_inputs
+from gdn.errors import DeviceError, KernelCompileError
 from gdn.gates import gate_inputs
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
@@ -57,11 +61,9 @@ RING_LENS = (1, 4, 8, 64)
 def _no_nvrtc() -> str | None:
     """Why nothing can be compiled here, None where it can."""
     try:
-        from cupy.cuda import nvrtc
-
-        version = nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
-        return f"CuPy's NVRTC cannot be used: {error}"
+        version = tuple(int(number) for number in nvrtc.version().split("."))
+    except DeviceError as error:
+        return str(error)
     return None if version >= (12, 8) else f"NVRTC {version} does not know every architecture; 12.8 does"
 
 
@@ -148,7 +150,7 @@ def usable(architecture: str, variants: Iterable[Variant]) -> Iterator[str]:
 
     def fault(variant: Variant) -> str | None:
         try:
-            report = cuda.compile_report(variant, architecture)
+            report = nvrtc.compile_report(variant, architecture)
         except KernelCompileError as error:
             return str(error)
         if report.spill_bytes or report.stack_bytes:
@@ -195,9 +197,11 @@ def covering_groups() -> Iterator[Group]:
     )
     yield from stream_groups(covering_streams())
     yield from pending_groups(covering_pending())
-    gates = list(gate_variants())
-    for place, architecture in enumerate(ARCHITECTURES):
-        yield "gates", architecture, gates[place :: len(ARCHITECTURES)]
+    for name, variants in (("gates", list(gate_variants())), ("conv1d", list(conv1d_variants()))):
+        for place, architecture in enumerate(ARCHITECTURES):
+            yield name, architecture, variants[place :: len(ARCHITECTURES)]
+    for architecture in ARCHITECTURES:
+        yield "windows", architecture, [windows_kernel.VARIANT]
 
 
 def gate_variants() -> Iterator[Variant]:
@@ -206,6 +210,26 @@ def gate_variants() -> Iterator[Variant]:
         of_tokens = [shape_of((100, 32), projection)] * 2
         arrays = (*of_tokens, shape_of((32,), rate), shape_of((32,), bias))
         yield gates_kernel.variant(gate_inputs(describe, *arrays, allow_neg_eigval=False))
+
+
+def conv1d_variants() -> Iterator[Variant]:
+    """Those of the convolution and its commit: every width, with all types, lengths, layouts of the pool in turn."""
+    types = cycle(product(FLOATS, repeat=3))
+    layouts = cycle((None, "by place", "gaps"))
+    for width, rows, activation in product(range(2, 9), (1, 500, 5000), (None, "silu", "silu")):
+        work, pool, of_filter = next(types)
+        out = "float32" if activation is None else work
+        state = shape_of((100, 4096, width - 1), pool)
+        layout, elements = next(layouts), 4096 * (width - 1)
+        if layout is not None:
+            strides = (elements, 1, 4096) if layout == "by place" else (elements + 1, width - 1, 1)
+            state.strides = tuple(stride * DTYPES[pool].itemsize for stride in strides)
+        tables = shape_of((100,), "uint32"), shape_of((101,), "int32")
+        qkv, bias = shape_of((rows, 4096), work), shape_of((4096,), of_filter)
+        weight = shape_of((4096, width), of_filter)
+        inputs = conv1d_inputs(describe, qkv, weight, state, *tables, bias, activation=activation)
+        yield conv_kernel.variant(inputs, describe("out", shape_of((rows, 4096), out)))
+        yield commit_kernel.variant(commit_inputs(describe, qkv, state, *tables, tables[0]))
 
 
 #: Head sizes, ring length and map of a call with pending records.
@@ -354,7 +378,7 @@ def test_an_error_would_be_seen() -> None:
 
 
 def test_the_report_is_that_of_the_assembler() -> None:
-    report = cuda.compile_report(variant_of((128, 128), "bfloat16", "float32"), "sm_90")
+    report = nvrtc.compile_report(variant_of((128, 128), "bfloat16", "float32"), "sm_90")
     assert 32 <= report.registers <= 255
     assert report.shared_bytes > 128 * 4
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

@@ -148,7 +148,10 @@ def test_an_op_without_index_rules(call: Call, op: Any) -> None:
     with pytest.raises(GdnError) as caught:
         ops.check_indices(op, *call.six)
     got = getattr(op, "__name__", repr(op))
-    known = "gated_delta_gates, gated_delta_recurrence_fwd, gated_delta_recurrence_verify_ring, gated_delta_state_fold"
+    known = (
+        "gated_delta_conv1d_commit, gated_delta_conv1d_fwd, gated_delta_gates, gated_delta_recurrence_fwd, "
+        "gated_delta_recurrence_verify_ring, gated_delta_state_fold"
+    )
     assert str(caught.value) == f"op: expected one of {known}, got {got}"
 
 

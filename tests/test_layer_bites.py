@@ -18,12 +18,12 @@ from gdn.testing.layer_cases import LayerCase
 from gdn.testing.steps_cases import STEPS_CASES, StepsCase
 from gdn.testing.sweep import run_sweep
 
-#: Rows shorter than the window of 3, as long, longer than a tile; two padding rows; rows that nobody owns.
+#: Rows shorter than the window of 3, as long, longer than heads and tiles; two padding rows; rows that nobody owns.
 PLAIN = Conv1dCase(
-    "plain", 12, 4, (1, 2, 0, 3, 17, 5, 8, 4), bias_dtype="float32", padding=(1, 5), leading_rows=5, trailing_rows=9
+    "plain", 12, 4, (1, 2, 0, 3, 17, 5, 8, 4), bias_dtype="float32", padding=(1, 5), leading_rows=20, trailing_rows=9
 )
 WIDE = replace(PLAIN, name="wide", conv_dim=1032)
-LONG = Conv1dCase("long", 12, 4, (700, 400, 3), work_dtype="bfloat16", weight_dtype="bfloat16")
+MANY = CONV1D_CASES["conv_many_sequences"]  # in longer tiles than one of them alone
 GATES = GatesCase("gates", 40, 24, inputs="extremes")
 STEPS = StepsCase("steps", HeadGeometry(1, 2, 32, 32), 4)
 CONV, FWD, COMMIT = "conv1d.cuh", "gated_delta_conv1d_fwd.cu", "gated_delta_conv1d_commit.cu"
@@ -39,7 +39,7 @@ def failed_checks(case: LayerCase, backend: str) -> set[str]:
     return {check.check for check in result.checks if not check.passed}
 
 
-@pytest.mark.parametrize("case", [PLAIN, WIDE, LONG, GATES, STEPS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [PLAIN, WIDE, MANY, GATES, STEPS], ids=lambda case: case.name)
 def test_the_kernels_as_they_are_pass(case: LayerCase, edit: Callable[..., None]) -> None:
     edit(CONV, ("#pragma once", "#pragma once\n// an edit that changes nothing"))
     assert failed_checks(case, "host") == set()
@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
     "tile that ignores where a row starts": (
         PLAIN,
         FWD,
-        ("tile_bits(of_sequence.begin + WINDOW_LEN,", "tile_bits(of_sequence.begin,"),
+        ("tile_bits(of_sequence.begin + HEAD_TOKENS,", "tile_bits(of_sequence.begin,"),
         {"oracle", "E3", "E4"},
     ),
     "tile that looks back too little": (
@@ -160,7 +160,7 @@ FAULTS: dict[str, Fault] = {
         {"E4"},
     ),
     "other bits in tiles of another size": (
-        LONG,
+        MANY,
         FWD,
         (OF_TILE, f"{OF_TILE} if (TILE_TOKENS > TOKENS_AT_ONCE) {OTHER_BITS}"),
         {"E3"},
@@ -172,7 +172,7 @@ FAULTS: dict[str, Fault] = {
         {"E7"},
     ),
     "output rounded on its way": (
-        LONG,
+        MANY,
         FWD,
         ("float sum = biases[channel];", "float sum = biases[channel] + (sizeof(OUT_TYPE) == 2 ? 0.01f : 0.0f);"),
         {"rounded"},
@@ -190,7 +190,7 @@ FAULTS: dict[str, Fault] = {
         {"oracle", "E5"},
     ),
     "stride of biases ignored": (
-        CONV1D_CASES["conv_unaligned"],
+        CONV1D_CASES["conv_width_2"],
         FWD,
         ("bias + channel * bias_stride", "bias + channel"),
         {"oracle", "E5"},

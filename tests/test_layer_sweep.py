@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.testing.buffers import LAYOUTS
 from gdn.testing.catalogue import SWEEP_CASES, random_case, random_heads
@@ -91,11 +92,26 @@ def test_named_convolutions_use_everything() -> None:
         assert {getattr(case, field) for case in cases} == set(LAYOUTS[2])
     for several in (4 * 128, 128):  # channels of a block, and of one whose threads take one each
         assert any(case.conv_dim > several and (case.conv_dim % 4 == 0) == (several > 128) for case in cases)
-    # Beside its rows alone it is cut into tiles of another size, which only unrounded outputs can show.
-    assert any(
-        case.total_seq_len > 1024 > max(case.lengths) and case.work_dtype != "float32" == case.out_dtype
-        for case in cases
-    )
+
+
+def test_named_convolutions_are_split_over_blocks_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In heads of every length and tiles of both; most cases in several ways, which must not show."""
+    ways: set[tuple[int, ...]] = set()
+    right = conv_kernel.split
+
+    def split(batch: Any) -> Any:
+        found = right(batch)
+        ways.add((batch.conv_width, *found))
+        return found
+
+    monkeypatch.setattr(conv_kernel, "split", split)
+    found = {}
+    for name in ("conv_decode", "conv_windows", "conv_windows_of_8", "conv_many_sequences", "conv_long_rows"):
+        ways.clear()
+        assert_sweep_passes(CONV1D_CASES[name], "numpy")
+        found[name] = set(ways)
+    assert set.union(*found.values()) == {(4, 3, 8), (4, 3, 32), (4, 4, 32), (4, 8, 32)}
+    assert {name for name in found if len(found[name]) == 1} == {"conv_decode"}
 
 
 def test_commits_go_over_every_count() -> None:

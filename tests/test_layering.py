@@ -25,7 +25,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.oracle.*": ("gdn.oracle.arguments",),
     "gdn.geometry": ("gdn.errors",),
     "gdn.models": ("gdn.errors", "gdn.geometry"),
-    "gdn.arrays": ("gdn.errors",),
+    "gdn.dlpack": (),
+    "gdn.arrays": ("gdn.errors", "gdn.dlpack"),
     "gdn.check": ("gdn.errors", "gdn.arrays"),
     "gdn.recurrence": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry"),
     "gdn.ring": ("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.recurrence"),
@@ -36,7 +37,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.row_tile": ("gdn.geometry",),
     "gdn.backends.streamed_tile": ("gdn.geometry", "gdn.backends.row_tile"),
     "gdn.backends.launch": ("gdn.errors",),
-    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.nvrtc": ("gdn.errors", "gdn.backends.launch"),
+    "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
+    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
+    "gdn.backends.ahead": (
+        *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),
+        *("gdn.backends.nvrtc", "gdn.backends.binaries", "gdn.backends.cuda"),
+    ),
     "gdn.backends.host": ("gdn.errors", "gdn.backends.launch", "gdn.backends.cache"),
     "gdn.backends.numpy": (
         "gdn.arrays",
@@ -61,7 +68,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence", "gdn.backends.ring"),
     ),
     "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
-    "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends"),
+    "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends", "gdn.ops"),
     "gdn.plans": ("gdn.arrays", "gdn.backends.cuda"),
     "gdn.calls": (
         *("gdn.arrays", "gdn.plans", "gdn.backends"),
@@ -78,6 +85,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.ops": (
         *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.geometry", "gdn.recurrence", "gdn.calls", "gdn.rules"),
         *("gdn.layer_rules", "gdn.backends.recurrence", "gdn.backends.gated_delta_conv1d_fwd"),
+    ),
+    "gdn.variants": (
+        *("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.*"),
+    ),
+    "gdn.layer": (
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.calls", "gdn.rules", "gdn.layer_rules"),
     ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
@@ -179,9 +192,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.bench.loops", "gdn.bench.oracle_check", "gdn.bench.places", "gdn.bench.values", "gdn.bench.workload"),
         "gdn.testing.*",
     ),
+    "gdn.bench.layer_workload": (*("gdn", "gdn.ops", "gdn.bench.cases", "gdn.bench.machine", "gdn.bench.timing"),),
+    "gdn.bench.layer_build": (
+        *("gdn", "gdn.ops", "gdn.arrays", "gdn.testing.*", "gdn.bench.build", "gdn.bench.cases"),
+        *("gdn.bench.layer_workload", "gdn.bench.machine", "gdn.bench.tables", "gdn.bench.values"),
+    ),
+    "gdn.bench.check_layer": (
+        *("gdn", "gdn.oracle", "gdn.testing.*", "gdn.bench.layer_workload", "gdn.bench.places", "gdn.bench.values"),
+    ),
     "gdn.bench.check": (
         *("gdn.errors", "gdn.bench.cases", "gdn.bench.check_*", "gdn.bench.loops", "gdn.bench.oracle_check"),
-        *("gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
+        *("gdn.bench.layer_workload", "gdn.bench.places", "gdn.bench.workload", "gdn.testing.*"),
     ),
     "gdn.bench.peers": ("gdn.bench.peers.*",),
     "gdn.bench.peers.*": (
@@ -199,19 +220,20 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "numpy": (
         "gdn.arrays",
         "gdn.check",
+        "gdn.dlpack",
         "gdn.indices",
         "gdn.oracle.*",
         "gdn.backends.numpy*",
         "gdn.testing.*",
         "gdn.bench.*",
     ),
-    "ml_dtypes": ("gdn.arrays",),
+    "ml_dtypes": ("gdn.arrays", "gdn.dlpack"),
     "cupy": (
-        *("gdn.arrays", "gdn.backends.cuda", "gdn.cli.info"),
+        *("gdn.arrays", "gdn.backends.cuda", "gdn.backends.nvrtc", "gdn.cli.info"),
         *("gdn.testing.buffers", "gdn.testing.ring_device", "gdn.bench.cuda"),
     ),
     "matplotlib": ("gdn.cli.bench_plot",),
-    "ctypes": ("gdn.backends.host",),
+    "ctypes": ("gdn.backends.host", "gdn.dlpack"),
     "subprocess": ("gdn.backends.host",),
     "click": ("gdn.cli.*",),
     "rich": ("gdn.cli.*",),

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from gdn import arrays, calls, ops, plans
+import gdn
+from gdn import arrays, calls, layer_rules, ops, plans, rules
 from gdn.backends import cuda
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile, forced_row_tile
@@ -70,16 +72,18 @@ class Gpu:
             self._variants.append(variant)
             return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self._variants) - 1))
 
-        def mem_get_info() -> tuple[int, int]:
+        def set_device(device: int) -> None:
+            assert device == self.current_device
             self.num_contexts += 1
-            return 0, 0
 
-        def checked(*given: Any, right: Callable[..., Any] = ops.recurrence_inputs) -> Any:
+        def checked(*given: Any, right: Callable[..., Any] = rules.recurrence_inputs, **keywords: Any) -> Any:
             self.num_checked += 1
-            return right(*given)
+            return right(*given, **keywords)
 
-        monkeypatch.setattr(ops, "recurrence_inputs", checked)
-        monkeypatch.setattr(ops, "fold_inputs", lambda *given, right=ops.fold_inputs: checked(*given, right=right))
+        monkeypatch.setattr(rules, "recurrence_inputs", checked)
+        monkeypatch.setattr(rules, "fold_inputs", lambda *given, right=rules.fold_inputs: checked(*given, right=right))
+        for name in ("gate_inputs", "conv1d_inputs", "commit_inputs"):
+            monkeypatch.setattr(layer_rules, name, partial(checked, right=getattr(layer_rules, name)))
         monkeypatch.setattr(plans, "_plans", plans._Plans())
         monkeypatch.setattr(cuda, "_thread", cuda._Thread())
         monkeypatch.setattr(cuda, "require_device", lambda device: None)
@@ -87,7 +91,7 @@ class Gpu:
         monkeypatch.setattr(cupy.cuda, "Device", Device)
         monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device: SimpleNamespace(ptr=100 + device))
         monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: self.current_device)
-        monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", mem_get_info)
+        monkeypatch.setattr(cupy.cuda.runtime, "setDevice", set_device)
         monkeypatch.setattr(cupy.cuda.driver, "launchKernel", self._launch)
 
     def _launch(self, function: int, *numbers: int) -> None:
@@ -160,6 +164,12 @@ class OnGpu:
         """The op."""
         positional = [array for name, array in self.arrays.items() if name != "out"]
         return self.op(*positional, **{name: array for name, array in self.arrays.items() if name == "out"})
+
+    def warm_up(self, call: Call) -> Callable[[], Any]:
+        """Warm up for calls like `call` on these arrays; returns the op on them."""
+        call.arguments = self.arrays
+        gdn.warmup(call.op, *call.six, **call.keywords)
+        return lambda: call.op(*call.six, **call.keywords)
 
 
 @pytest.fixture(params=["fwd", "verify", "fold"])
@@ -250,10 +260,19 @@ def test_one_op_does_not_take_the_plan_of_another(gpu: Gpu, call_of_fwd: Call) -
     gpu.last(call.run, num_checked=1)
 
     def rules_of_another(*given: Any) -> calls.Checked:
-        return ops._fwd_rules(*given)
+        return rules.fwd_rules(*given)
 
     *six, out = call.arrays.values()
     gpu.last(lambda: calls.run(rules_of_another, *six, None, None, None, out), num_checked=1)
+
+
+def test_a_call_after_a_warmup_is_not_checked_again(gpu: Gpu, new_op_call: Callable[..., Call]) -> None:
+    call = new_op_call()
+    run = OnGpu(call).warm_up(call)
+    assert gpu.launched == []
+    launch = gpu.last(run, num_checked=0)
+    plans._plans.by_kind.clear()
+    assert gpu.last(run, num_checked=1) == launch
 
 
 # ---- Overlap, which addresses decide ----
@@ -369,14 +388,14 @@ def test_an_address_of_something_else_makes_no_plan(
     gpu: Gpu, call_of_fwd: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch may take memory that the call was not given; nobody would put that of the next call there."""
-    right = ops.fwd_kernel.launch
+    right = rules.fwd_kernel.launch
 
     def launch(*call: Any) -> Any:
         made = right(*call)
         variant = type(made.variant)(made.variant.kernel, (*made.variant.macros, ("SHARED_BYTES", "64")))
         return type(made)(variant, made.num_blocks, made.threads_per_block, (12345, *made.arguments[1:]))
 
-    monkeypatch.setattr(ops.fwd_kernel, "launch", launch)
+    monkeypatch.setattr(rules.fwd_kernel, "launch", launch)
     call = OnGpu(call_of_fwd)
     for _ in range(2):
         launched = gpu.last(call.run, num_checked=1)

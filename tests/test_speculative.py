@@ -279,16 +279,10 @@ def test_a_captured_step_is_replayed(lazy: bool) -> None:
     is_new = cupy.zeros(4, bool)
     graphed = loops[0].windows
     random = np.random.default_rng(3)
-    for windows in (
-        PendingWindows(cupy.zeros((2, 2, 4), cupy.uint32), 8, lazy=lazy),
-        graphed,
-    ):  # the first one compiles
-        windows.begin(lengths)
-        windows.accept(accepted)
-        windows.reset(is_new)
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
     with stream:
-        stream.begin_capture()
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)  # no call came before
         graphed.begin(lengths)
         graphed.accept(accepted)
         graphed.reset(is_new)
@@ -310,6 +304,29 @@ def test_a_captured_step_is_replayed(lazy: bool) -> None:
         for name in ("ring_slot_idx", "pending_ring_slot_idx", "num_pending"):
             replayed, called = (getattr(loop.windows, name).get() for loop in loops)
             assert_passed(same_bytes(replayed, called, name))
+
+
+@pytest.mark.gpu
+def test_a_captured_fold_is_replayed() -> None:
+    import cupy
+
+    captured, called = Loop("cuda", 8, lazy=True), Loop("cuda", 8, lazy=True)
+    windows, arguments = captured.windows, (captured.pool, captured.row_ids, captured.ring)
+    gdn.warmup(ops.gated_delta_state_fold, *arguments, windows.pending_ring_slot_idx, windows.num_pending)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        windows.fold(*arguments)
+        graph = stream.end_capture()
+    for _ in range(3):
+        for loop in (captured, called):
+            loop.step(np.full(4, 2), np.array([2, 1, 0, 2]))
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert_passed(same_bytes(captured.pool.get(), called.fold(), "pool"))
+        assert windows.num_pending.get().tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 An entry is written under another name and moved into place, so that processes that start together see whole
 entries only; the digest finds those that a full disk or a crash left damaged. A shared library is loaded from
-its entry as it lies: the loader does not mind bytes behind the image.
+its entry as it lies: the loader does not mind bytes behind the image. Kernels for a GPU are entries too
+(`gdn.backends.binaries`), here or in a folder that was shipped.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def size_bytes() -> int:
 def find(name: str) -> Path | None:
     """The entry `name`, or None where there is none or its bytes are not those that were stored."""
     for folder in (directory(), _private_directories.get(os.getpid())):
-        if folder is not None and _is_whole(folder / name):
+        if folder is not None and read(folder / name) is not None:
             return folder / name
     return None
 
@@ -60,28 +61,33 @@ def store(name: str, content: bytes) -> Path:
 
     Raises OSError where not even the temporary folder can be written.
     """
-    stored = content + hashlib.sha256(content).digest()
     try:
         directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _write(directory() / name, stored)
+        return write(directory() / name, content)
     except OSError:
-        return _write(_private_directory() / name, stored)
+        return write(_private_directory() / name, content)
 
 
-def _is_whole(path: Path) -> bool:
+def read(path: Path) -> bytes | None:
+    """What `write` was given for this file; None where there is none or its bytes are not those that were stored."""
     try:
         stored = path.read_bytes()
     except OSError:
-        return False
+        return None
     content, digest = stored[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
-    return hashlib.sha256(content).digest() == digest
+    return content if hashlib.sha256(content).digest() == digest else None
 
 
-def _write(path: Path, stored: bytes) -> Path:
+def write(path: Path, content: bytes, *, mode: int = 0o600) -> Path:
+    """Write an entry into a folder that exists, and say where it lies.
+
+    Raises OSError where the folder cannot be written.
+    """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(stored)
+            os.fchmod(handle, mode)
+            file.write(content + hashlib.sha256(content).digest())
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

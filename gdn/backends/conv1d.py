@@ -54,12 +54,13 @@ def grid(batch: Conv1dBatch, parts: int, of_thread: int) -> int:
     return blocks
 
 
-def macros(batch: Conv1dBatch, is_packed: bool) -> tuple[tuple[str, str], ...]:
+def macros(batch: Conv1dBatch, is_packed: bool, head_tokens: int) -> tuple[tuple[str, str], ...]:
     """The compile-time constants of `kernels/conv1d.cuh`."""
     of_thread = channels(batch, is_packed)
     by_channel, is_packed_state = _windows_are_packed(batch.conv_state, of_thread)
     return (
         ("CONV_WIDTH", str(batch.conv_width)),
+        ("HEAD_TOKENS", str(head_tokens)),
         ("CHANNELS", str(of_thread)),
         ("NUM_THREADS", str(THREADS)),
         ("WORK_TYPE", KERNEL_TYPE[batch.qkv.dtype]),

@@ -1,20 +1,21 @@
-"""Kernels on an NVIDIA GPU through CuPy: compile, keep, launch on the current stream.
+"""Kernels on an NVIDIA GPU through CuPy: load or compile, keep, launch on the current stream.
 
 The only file that knows `cupy.RawModule`. CuPy is imported at the first use of a GPU.
 """
 
 from __future__ import annotations
 
-import re
+import tempfile
 import threading
 from array import array
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache, lru_cache
 from threading import Lock
 from typing import Any
 
+from gdn.backends import binaries, nvrtc
 from gdn.backends.launch import Launch, Variant, source
-from gdn.errors import DeviceError, KernelCompileError, rejection
+from gdn.errors import DeviceError, rejection
 
 #: Rounding instructions for bfloat16 exist from here on.
 MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -44,10 +45,20 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def _capability(device: int) -> tuple[int, ...]:
+def _capability(device: int) -> tuple[int, int]:
     import cupy
 
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+
+
+def served_capabilities() -> tuple[tuple[int, int], ...]:
+    """The compute capabilities of the GPUs here that the kernels serve."""
+    if unavailable_reason() is not None:
+        return ()
+    import cupy
+
+    all_here = (_capability(device) for device in range(cupy.cuda.runtime.getDeviceCount()))
+    return tuple(capability for capability in all_here if capability >= MIN_COMPUTE_CAPABILITY)
 
 
 def _dotted(capability: tuple[int, ...]) -> str:
@@ -129,19 +140,31 @@ class ReadyLaunch:
             self()
 
     def _ensure_context(self) -> None:
-        """Make the context of the current device that of this thread, as the runtime does at most calls of it."""
+        """Make the context of the current device that of this thread, which the driver does not do by itself."""
         if self._device not in _thread.devices:
-            self._cuda.runtime.memGetInfo()
+            self._cuda.runtime.setDevice(self._device)  # allowed in a capture, too
             _thread.devices.add(self._device)
 
 
-def load(variant: Variant, device: int) -> Any:
-    """The compiled kernel of a variant on one device; compiles at the first call.
+def is_capturing(device: int) -> bool:
+    """Whether CuPy's current stream of a device is being captured into a graph."""
+    import cupy
 
-    Raises DeviceError for a device the kernels cannot serve, KernelCompileError when no binary can be made.
+    with cupy.cuda.Device(device):
+        return bool(cupy.cuda.get_current_stream(device).is_capturing())
+
+
+def load(variant: Variant, device: int) -> Any:
+    """The compiled kernel of a variant on one device; at the first call a ready binary, else compiled.
+
+    Raises DeviceError for a device the kernels cannot serve, and for a first call in a stream capture;
+    KernelCompileError when no binary can be made.
     """
     function = _functions.get((variant, device))
     if function is None:
+        if is_capturing(device):
+            expected = "a kernel that was compiled and loaded before a stream capture (call gdn.warmup first)"
+            raise DeviceError(rejection(variant.kernel.stem, expected, "a first call in one"))
         with _compile_lock:
             function = _functions.get((variant, device)) or _compile(variant, device)
             _functions[variant, device] = function
@@ -152,60 +175,34 @@ def _compile(variant: Variant, device: int) -> Any:
     import cupy
 
     require_device(device)
-    stem = variant.kernel.stem
     with cupy.cuda.Device(device):
+        ready = _load_ready(variant, device)
+        if ready is not None:
+            return ready
         try:
-            module = cupy.RawModule(code=source(f"{stem}.cu"), options=("-std=c++17", *variant.defines))
-            function = module.get_function(stem)
-            if variant.launch_shared_bytes:
-                function.max_dynamic_shared_size_bytes = variant.launch_shared_bytes
-            return function
+            text = source(f"{variant.kernel.stem}.cu")
+            return _function(cupy.RawModule(code=text, options=nvrtc.module_options(variant)), variant)
         except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
-            raise _compile_error(variant, str(error)) from error
+            raise nvrtc.compile_error(variant, str(error)) from error
 
 
-def _compile_error(variant: Variant, log: str) -> KernelCompileError:
-    lines = [line.strip() for line in log.replace("\0", "").splitlines() if line.strip()]
-    first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
-    macros = " ".join(variant.defines)
-    return KernelCompileError(f"{variant.kernel.stem}: expected a clean compile with {macros}, got {first}")
+def _load_ready(variant: Variant, device: int) -> Any | None:
+    """The kernel from a binary that was compiled ahead of time, None where no such binary can be used here."""
+    import cupy
+
+    for binary in binaries.find(variant, _capability(device)):
+        # A driver may refuse what a later compiler made. It gets a file with the image alone, which it reads at once.
+        with suppress(RuntimeError, OSError), tempfile.NamedTemporaryFile(prefix="gdn-", suffix=".cubin") as file:
+            file.write(binary.image)
+            file.flush()
+            return _function(cupy.RawModule(path=file.name), variant)
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class CompileReport:
-    """What the assembler says of one compiled variant, per thread except for shared memory."""
-
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    shared_bytes: int
-
-
-def compile_report(variant: Variant, architecture: str) -> CompileReport:
-    """Compile for `architecture`, such as "sm_90", and read the assembler's report. Needs CuPy but no GPU.
-
-    Raises KernelCompileError when NVRTC refuses the source.
-    """
-    from cupy.cuda import nvrtc
-
-    program = nvrtc.createProgram(source(f"{variant.kernel.stem}.cu"), f"{variant.kernel.stem}.cu", (), ())
-    options = (f"-arch={architecture}", "-std=c++17", "-ftz=true", "--ptxas-options=-v", *variant.defines)
-    try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError as error:
-        raise _compile_error(variant, nvrtc.getProgramLog(program) or str(error)) from error
-    else:
-        log = nvrtc.getProgramLog(program)
-    finally:
-        nvrtc.destroyProgram(program)
-    usage = re.search(r"Used (\d+) registers", log)
-    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    if usage is None or stack is None:
-        raise KernelCompileError(f"{variant.kernel.stem}: expected ptxas' usage report, got {log.strip()!r}")
-    shared = re.search(r"(\d+) bytes smem", log)
-    return CompileReport(
-        registers=int(usage[1]),
-        spill_bytes=int(stack[2]) + int(stack[3]),
-        stack_bytes=int(stack[1]),
-        shared_bytes=int(shared[1]) if shared else 0,
-    )
+def _function(module: Any, variant: Variant) -> Any:
+    """The kernel of a module, which is loaded here, ready for the shared memory that launches ask for."""
+    function = module.get_function(variant.kernel.stem)
+    if variant.launch_shared_bytes:
+        function.max_dynamic_shared_size_bytes = variant.launch_shared_bytes
+    _ = function.num_regs  # the driver may load lazily, but for this; a first launch could wait otherwise
+    return function

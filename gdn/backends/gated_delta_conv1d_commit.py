@@ -37,7 +37,8 @@ def num_blocks(inputs: CommitInputs) -> int:
 
 def variant(inputs: CommitInputs) -> Variant:
     """The compile-time constants for these inputs."""
-    return Variant(KERNEL, macros(inputs.batch, inputs.batch.qkv.rows_are_packed()))
+    batch = inputs.batch
+    return Variant(KERNEL, macros(batch, batch.qkv.rows_are_packed(), head_tokens=batch.conv_width - 1))
 
 
 def launch(inputs: CommitInputs) -> Launch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gdn.arrays import ALIGNMENT, Argument
 from gdn.backends.conv1d import (
     POOL_PARAMETERS,
@@ -37,20 +39,30 @@ KERNEL = Kernel(
 )
 #: Rows of a tile that are under way together.
 TOKENS_AT_ONCE = 8
-#: Tiles of so many rows; short ones where there are few rows, so that there are blocks enough, or where they are wide.
-TILE_SIZES = (8, 16)
-_FEW_ROWS = 1024
+#: Sequences that a block looks at in one go; with more of them, tiles are longer, so that fewer blocks look.
+_FEW_SEQUENCES = THREADS
 
 
-def tile_tokens(batch: Conv1dBatch) -> int:
-    """Rows of a tile."""
-    return TILE_SIZES[0] if batch.total_seq_len <= _FEW_ROWS or batch.qkv.itemsize == 4 else TILE_SIZES[1]
+class Split(NamedTuple):
+    """Rows of a sequence's head, and rows of a tile; any give the same bits."""
+
+    head_tokens: int
+    tile_tokens: int
+
+
+def split(batch: Conv1dBatch) -> Split:
+    """What suits the batch: windows of a few tokens lie in heads whole and leave tiles nothing, which then are long."""
+    window_len = batch.conv_width - 1
+    for head_tokens in (window_len, 4, 8):
+        if head_tokens >= window_len and batch.total_seq_len <= head_tokens * batch.batch_size:
+            return Split(head_tokens, 32)
+    return Split(window_len, 8 if batch.batch_size <= _FEW_SEQUENCES else 32)
 
 
 def num_blocks(inputs: Conv1dInputs, out: Argument | None = None) -> int:
     """Blocks of the grid; raises ShapeError when one launch cannot hold them. None is an output yet to be made."""
     batch = inputs.batch
-    parts = batch.batch_size + -(-batch.total_seq_len // tile_tokens(batch))
+    parts = batch.batch_size + -(-batch.total_seq_len // split(batch).tile_tokens)
     return grid(batch, parts, channels(batch, _is_packed(inputs, out)))
 
 
@@ -62,20 +74,21 @@ def _is_packed(inputs: Conv1dInputs, out: Argument | None) -> bool:
 def variant(inputs: Conv1dInputs, out: Argument) -> Variant:
     """The compile-time constants for these inputs."""
     batch, is_packed = inputs.batch, _is_packed(inputs, out)
+    head_tokens, tile_tokens = split(batch)
     weight = inputs.conv_weight
     weight_is_packed = channels(batch, is_packed) > 1 and weight.is_dense() and weight.pointer % ALIGNMENT == 0
     return Variant(
         KERNEL,
         (
-            *macros(batch, is_packed),
+            *macros(batch, is_packed, head_tokens),
             ("WEIGHT_TYPE", KERNEL_TYPE[weight.dtype]),
             ("WEIGHT_IS_PACKED", str(weight_is_packed).lower()),
             ("BIAS_TYPE", KERNEL_TYPE[inputs.bias.dtype if inputs.bias else "float32"]),
             ("HAS_BIAS", str(inputs.bias is not None).lower()),
             ("IS_SILU", str(inputs.activation == "silu").lower()),
             ("OUT_TYPE", KERNEL_TYPE[out.dtype]),
-            ("TILE_TOKENS", str(tile_tokens(batch))),
-            ("TOKENS_AT_ONCE", str(TOKENS_AT_ONCE)),
+            ("TILE_TOKENS", str(tile_tokens)),
+            ("TOKENS_AT_ONCE", str(min(TOKENS_AT_ONCE, tile_tokens))),
         ),
     )
 

@@ -31,6 +31,8 @@ KERNEL = Kernel(
         ("is_lazy", "int64"),
     ),
 )
+#: It has no compile-time constants.
+VARIANT = Variant(KERNEL, ())
 _THREADS = 128
 
 
@@ -57,7 +59,7 @@ def launch(step: WindowStep, tables: tuple[Argument, ...], ring_len: int, *, is_
     )
     are_signed = int(step.input_row_offsets is not None and step.input_row_offsets.dtype == "int32")
     return Launch(
-        Variant(KERNEL, ()),
+        VARIANT,
         -(-batch_size // _THREADS),
         _THREADS,
         (

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from gdn.arrays import DTYPES
-from gdn.bench.cases import BenchCase
+from gdn.bench.cases import LAYER_REGIMES, BenchCase
 from gdn.bench.loops import loop_tables
 from gdn.bench.machine import Machine
 from gdn.bench.tables import Tables, loop_steps
-from gdn.bench.traffic import case_bytes, state_bytes, token_bytes, verify_bytes
+from gdn.bench.traffic import (
+    case_bytes,
+    filter_bytes,
+    state_bytes,
+    token_bytes,
+    verify_bytes,
+    window_bytes,
+)
 from gdn.bench.values import bits, fill, gate_dtype, out_dtype, values_for
 from gdn.bench.workload import InputSet, Window, Workload
 from gdn.errors import GdnError, rejection
@@ -19,6 +26,8 @@ from gdn.testing.ring_cases import RingCase
 
 #: Sets of one rotation: enough for two megabytes of state a call to pass a cache of any GPU.
 MAX_SETS = 512
+#: The same for ops around the recurrence: enough for the 200 kB of one token's convolution, with its layer's weights.
+MAX_LAYER_SETS = 4096
 #: Of the memory that is free, at most this part is used.
 _FREE_MEMORY_USED = 0.6
 
@@ -32,15 +41,15 @@ def build_workload(case: BenchCase, machine: Machine) -> Workload:
     num_sets, is_cold = plan_sets(case, machine)
     values = values_for(case)
     call, heads = case.call, case.heads
-    total_rows = num_sets * case.num_layers * _rows_of_window(call)
+    total_rows = num_sets * case.num_layers * rows_of_window(call)
     tokens = [
-        _filled(machine, (total_rows, *value.shape[1:]), value)
+        filled(machine, (total_rows, *value.shape[1:]), value)
         for value in (values.qkv_conv_output, values.decay_per_token, values.beta_per_token)
     ]
     out = machine.empty((total_rows, heads.value_dim), out_dtype(call))
     bits(out)[...] = 0
     num_slots = num_sets * case.slots_in_use
-    pool = _filled(machine, (num_slots, *values.recurrent_state.shape[1:]), values.recurrent_state)
+    pool = filled(machine, (num_slots, *values.recurrent_state.shape[1:]), values.recurrent_state)
     ring = _new_ring(machine, call, num_slots * case.ring_rows_of_a_sequence) if isinstance(call, RingCase) else None
     tables = Tables(case, machine, num_sets)
     sets = tuple(_input_set(case, tables, (*tokens, out), idx) for idx in range(num_sets))
@@ -64,7 +73,9 @@ def plan_sets(case: BenchCase, machine: Machine) -> tuple[int, bool]:
     # A loop comes back to a state within a step: what is read and written there counts once, the same in all forms.
     touched = case_bytes(case) if case.loop is None else verify_bytes(case.ring_call)
     wanted = max(2, -(-target // touched)) if case.cold else 1
-    most = MAX_SETS if case.loop is None else machine.loop_calls // loop_tables(case).num_timed
+    most = MAX_LAYER_SETS if case.regime in LAYER_REGIMES else MAX_SETS
+    if case.loop is not None:
+        most = machine.loop_calls // loop_tables(case).num_timed
     num_sets = max(1, min(wanted, fitting, most))
     return num_sets, case.cold and num_sets * touched >= target
 
@@ -72,6 +83,8 @@ def plan_sets(case: BenchCase, machine: Machine) -> tuple[int, bool]:
 def _set_bytes(case: BenchCase) -> int:
     """Memory of one set: its slots and ring rows, its tokens and readouts."""
     call, heads = case.call, case.heads
+    if case.regime in LAYER_REGIMES:
+        return _layer_set_bytes(case)
     ring_row = 0
     if isinstance(call, RingCase):
         record_stride = heads.record_elements + call.record_padding
@@ -80,12 +93,21 @@ def _set_bytes(case: BenchCase) -> int:
     return _states_bytes(case) + ring_rows * ring_row + case.num_layers * _window_bytes(call)
 
 
+def _layer_set_bytes(case: BenchCase) -> int:
+    """The same of an op around the recurrence: tokens, outputs (a commit has none), windows and weights."""
+    if case.regime == "gates":
+        return case_bytes(case)
+    call, tokens = case.call, rows_of_window(case.call)
+    channels = call.heads.conv_dim * DTYPES[call.work_dtype].itemsize
+    return 2 * tokens * channels + case.batch_size * window_bytes(call) + filter_bytes(call)
+
+
 def _scratch_bytes(case: BenchCase) -> int:
     """What a check needs beside the workload where there is a ring: states of a set, twice for a loop, and tokens."""
-    if not isinstance(case.call, RingCase):
+    if not isinstance(case.call, RingCase) or case.regime in LAYER_REGIMES:
         return 0
     loop = case.loop is not None
-    token = _window_bytes(case.call) // max(_rows_of_window(case.call), 1)
+    token = _window_bytes(case.call) // max(rows_of_window(case.call), 1)
     before = case.ring_call.ring_len if loop else case.pending
     return (1 + loop) * _states_bytes(case) + 2 * _window_bytes(case.call) + case.batch_size * before * token
 
@@ -96,14 +118,16 @@ def _states_bytes(case: BenchCase) -> int:
 
 def _window_bytes(call: Case) -> int:
     gate_bytes = DTYPES[gate_dtype(call)].itemsize
-    return _rows_of_window(call) * token_bytes(call.heads, call.work_dtype, gate_bytes, out_dtype(call))
+    return rows_of_window(call) * token_bytes(call.heads, call.work_dtype, gate_bytes, out_dtype(call))
 
 
-def _rows_of_window(call: Case) -> int:
+def rows_of_window(call: Case) -> int:
+    """Token rows of one layer of a call."""
     return sum(call.lengths) if isinstance(call, RingCase) else call.total_seq_len
 
 
-def _filled(machine: Machine, shape: tuple[int, ...], values: Array) -> Any:
+def filled(machine: Machine, shape: tuple[int, ...], values: Array) -> Any:
+    """A new array that repeats `values` along its first axis."""
     array = machine.empty(shape, values.dtype.name)
     fill(array, machine.put(values))
     return array
@@ -120,7 +144,7 @@ def _new_ring(machine: Machine, call: RingCase, num_rows: int) -> Any:
 
 def _input_set(case: BenchCase, tables: Tables, rows: tuple[Any, ...], idx: int) -> InputSet:
     """Set `idx`: its windows are neighbouring rows of the token arrays in `rows`."""
-    length = _rows_of_window(case.call)
+    length = rows_of_window(case.call)
     windows = []
     for layer in range(case.num_layers):
         number = idx * case.num_layers + layer

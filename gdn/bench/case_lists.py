@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from gdn.bench.cases import PENDING_REGIMES, BenchCase, CaseOptions, Loop
+from gdn.bench.cases import LAYER_REGIMES, PENDING_REGIMES, BenchCase, CaseOptions, Loop
 from gdn.errors import GdnError, rejection
 from gdn.ring import MAX_RING_LEN
 from gdn.testing.cases import RecurrenceCase
@@ -42,8 +42,12 @@ def build_cases(regimes: Sequence[str], options: CaseOptions, *, on_gpu: bool) -
         case
         for state_dtype in options.state_dtypes
         for regime in regimes
+        if regime not in LAYER_REGIMES
         for case in _cases_of(regime, options, state_dtype, on_gpu)
     ]
+    for regime in regimes:
+        if regime in LAYER_REGIMES:
+            cases += [_case(regime, call, options) for call in _layer_calls(regime, options, on_gpu)]
     for case in cases:
         _require_slots(case)
     return cases
@@ -64,6 +68,24 @@ def _cases_of(regime: str, options: CaseOptions, state_dtype: str, on_gpu: bool)
             yield from (_case(regime, call, options) for call in _ring_calls(regime, options, state_dtype, size))
             if regime == "step":
                 yield from _loop_cases(options, state_dtype, size, on_gpu)
+
+
+def _layer_calls(regime: str, options: CaseOptions, on_gpu: bool) -> Iterator[Case]:
+    """The calls of the recurrence beside which an op of a layer runs; its windows are of the work type, as engines
+    keep them, whatever the type of the states.
+
+    conv: those of decode, verify and prefill. commit: one layer's part of a fold. gates: those of decode and prefill.
+    """
+    work_dtype, one_layer = options.work_dtype, replace(options, num_layers=1)
+    if regime != "commit":
+        for size in _batches("decode", options, on_gpu):
+            yield _decode_call(options, work_dtype, size)
+    if regime != "gates":
+        beside = "fold" if regime == "commit" else "verify"
+        for size in _batches(beside, options, on_gpu):
+            yield from _ring_calls(beside, one_layer, work_dtype, size)
+    if regime != "commit":
+        yield from _prefill_calls(options, work_dtype, on_gpu)
 
 
 def named_cases() -> dict[str, Case]:

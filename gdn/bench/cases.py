@@ -1,4 +1,4 @@
-"""What is timed: calls of `gdn.testing`, each under one of seven regimes.
+"""What is timed: calls of `gdn.testing`, each under one of ten regimes.
 
 decode   one token of every sequence: `gated_delta_recurrence_fwd`
 verify   a speculative window of every sequence: `gated_delta_recurrence_verify_ring`
@@ -7,6 +7,9 @@ fused    a verify that first folds what is pending in another ring row: both in 
 lazy     a verify behind records that stay pending in its own ring row: the states are only read
 step     verify, then fold, as two launches; and steps of a decode loop in its three forms
 prefill  long rows, one or many: `gated_delta_recurrence_fwd`
+conv     the convolution that makes the channels of a call: `gated_delta_conv1d_fwd`
+commit   moving its windows over the tokens that a fold accepts: `gated_delta_conv1d_commit`
+gates    decay and step size of a call's tokens: `gated_delta_gates`
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ from gdn.testing.cases import RecurrenceCase
 from gdn.testing.catalogue import Case
 from gdn.testing.ring_cases import RingCase
 
-REGIMES = ("decode", "verify", "fold", "fused", "lazy", "step", "prefill")
+REGIMES = ("decode", "verify", "fold", "fused", "lazy", "step", "prefill", "conv", "commit", "gates")
 #: Those whose verify finds records pending.
 PENDING_REGIMES = ("fused", "lazy")
+#: Those of the ops around the recurrence, which have no states: the call of their cases is the recurrence's.
+LAYER_REGIMES = ("conv", "commit", "gates")
+#: Taps of the convolution, as published models have them.
+CONV_WIDTH = 4
 SLOT_ORDERS = ("ordered", "permuted")
 
 
@@ -79,6 +86,11 @@ class BenchCase:
     def ring_rows_of_a_sequence(self) -> int:
         """Ring rows that a sequence has in each layer: a second one where its pending records lie apart."""
         return 2 if self.regime == "fused" or (self.loop and self.loop.form != "separate") else 1
+
+    @property
+    def moves_windows(self) -> bool:
+        """Whether a convolution moves its windows on: not ahead of a verify, whose tokens may be refused."""
+        return not isinstance(self.call, RingCase)
 
     @property
     def form(self) -> str | None:

@@ -2,7 +2,8 @@
 
 A readout and the states behind it are compared with the float64 oracle, for some sequences and heads: a wrong kernel is
 wrong in all of them, and `gdn verify` is there for the rest. Verify and fold must then agree with forward calls to the
-bit (promises E1 and E2), over every sequence, head and layer of the first set; so must calls with pending records.
+bit (promises E1 and E2), over every sequence, head and layer of the first set; so must calls with pending records. The
+ops around the recurrence are held against the oracle alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from gdn.bench.cases import PENDING_REGIMES
+from gdn.bench.check_layer import check_layer
 from gdn.bench.check_loop import check_loop
 from gdn.bench.check_pending import check_pending
+from gdn.bench.layer_workload import LayerWorkload
 from gdn.bench.loops import loop_tables
 from gdn.bench.oracle_check import check_forward
 from gdn.bench.places import Places, accepted, poison
@@ -29,13 +32,15 @@ class CheckFailed(GdnError):
     """A case gave wrong results, so it is not timed."""
 
 
-def check_workload(workload: Workload) -> str:
+def check_workload(workload: Workload | LayerWorkload) -> str:
     """Check the first set; returns what was compared, in a few words.
 
     Leaves records in every ring row of the workload, and a loop where its timed steps begin. Raises
     CheckFailed with the first comparison that did not pass.
     """
-    if workload.case.loop is not None:
+    if isinstance(workload, LayerWorkload):
+        words = [_passed(comparison) for comparison in check_layer(workload)]
+    elif workload.case.loop is not None:
         words = [_passed(comparison) for comparison in check_loop(workload)]
         workload.run_loop(slice(loop_tables(workload.case).first_timed))
     elif isinstance(workload.case.call, RingCase):
@@ -48,13 +53,17 @@ def check_workload(workload: Workload) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def check_finite(workload: Workload) -> None:
-    """After the timing: readouts and some states are finite numbers. Raises CheckFailed."""
-    arrays = [workload.pool[:_LOOKED_AT]]
-    arrays += [window.out for inputs in workload.sets[:_LOOKED_AT] for window in inputs.windows]
+def check_finite(workload: Workload | LayerWorkload) -> None:
+    """After the timing: what was computed and some states, or windows, are finite. Raises CheckFailed."""
+    if isinstance(workload, LayerWorkload):
+        arrays = [] if workload.conv_state is None else [workload.conv_state[:_LOOKED_AT]]
+        arrays += [output for call in workload.sets[:_LOOKED_AT] for output in call.outputs]
+    else:
+        arrays = [workload.pool[:_LOOKED_AT]]
+        arrays += [window.out for inputs in workload.sets[:_LOOKED_AT] for window in inputs.windows]
     for array in arrays:
         if not np.isfinite(workload.machine.get(array).astype(np.float32)).all():
-            raise CheckFailed(f"{workload.case.call.name}: a readout or state is not finite after the timing")
+            raise CheckFailed(f"{workload.case.call.name}: an output or state is not finite after the timing")
 
 
 def _passed(comparison: Comparison) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gdn.bench.build import DoesNotFit, build_workload
-from gdn.bench.cases import PENDING_REGIMES, BenchCase
+from gdn.bench.cases import LAYER_REGIMES, PENDING_REGIMES, BenchCase
 from gdn.bench.check import CheckFailed, check_finite, check_workload
+from gdn.bench.layer_build import build_layer_workload
+from gdn.bench.layer_workload import LayerWorkload
 from gdn.bench.loops import loop_tables
 from gdn.bench.machine import Machine
 from gdn.bench.peers.peer import Peer, PeerRefused
@@ -22,6 +24,9 @@ OPS = {
     "verify": "gated_delta_recurrence_verify_ring",
     "fold": "gated_delta_state_fold",
     **dict.fromkeys(PENDING_REGIMES, "gated_delta_recurrence_verify_ring with pending records"),
+    "conv": "gated_delta_conv1d_fwd",
+    "commit": "gated_delta_conv1d_commit",
+    "gates": "gated_delta_gates",
 }
 
 
@@ -96,7 +101,7 @@ def measure(
     """Check and time a case; a case that fails its check is not timed, by nobody."""
     with on_backend(machine.backend):
         try:
-            workload = build_workload(case, machine)
+            workload = _built(case, machine)
         except DoesNotFit as refusal:
             return Measurement((_untimed(case, machine.backend, str(refusal)),), {})
         try:
@@ -107,14 +112,20 @@ def measure(
             return Measurement((_untimed(case, machine.backend, str(failure), failed=True),), {})
         ours = _row(workload, machine.backend, checked, timing)
         overhead = _overhead(workload) if with_overhead else {}
-    if case.loop is not None:  # other packages are timed beside single calls: they keep nothing from step to step
-        peers = ()
+    if isinstance(workload, LayerWorkload) or case.loop is not None:
+        return Measurement((ours,), overhead)  # other packages are timed beside single calls of the recurrence
     theirs = tuple(_peer_row(peer, workload, ceilings, repeats) for peer in peers)
     return Measurement((ours, *theirs), overhead)
 
 
-def _timed(workload: Workload, ceilings: Ceilings, repeats: int) -> Timing:
+def _built(case: BenchCase, machine: Machine) -> Workload | LayerWorkload:
+    return (build_layer_workload if case.regime in LAYER_REGIMES else build_workload)(case, machine)
+
+
+def _timed(workload: Workload | LayerWorkload, ceilings: Ceilings, repeats: int) -> Timing:
     case, machine = workload.case, workload.machine
+    if isinstance(workload, LayerWorkload):  # nothing is reset: windows hold inputs, however often a call is repeated
+        return timing_of(case, spread(machine.time_us(workload.calls(case.regime), repeats)), {}, ceilings)
     if case.loop is not None:
         return timing_of(case, _step_of_loop(workload, repeats), {}, ceilings)
     mutates = case.regime not in ("verify", "lazy")
@@ -150,7 +161,7 @@ def timing_of(case: BenchCase, us: Spread, parts_us: dict[str, float], ceilings:
     )
 
 
-def _row(workload: Workload, by: str, checked: str, timing: Timing) -> Row:
+def _row(workload: Workload | LayerWorkload, by: str, checked: str, timing: Timing) -> Row:
     case = workload.case
     return Row(case, by, case_bytes(case), workload.is_cold, len(workload.sets), checked, timing)
 
@@ -159,7 +170,7 @@ def _untimed(case: BenchCase, by: str, problem: str, *, failed: bool = False) ->
     return Row(case, by, case_bytes(case), case.cold, 0, "", None, problem, failed)
 
 
-def _overhead(workload: Workload) -> dict[str, Overhead]:
+def _overhead(workload: Workload | LayerWorkload) -> dict[str, Overhead]:
     """Python's part of one call of each op of the regime, where it can be told apart."""
     regime, machine = workload.case.regime, workload.machine
     found = {}

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gdn.arrays import DTYPES
-from gdn.bench.cases import BenchCase
+from gdn.bench.cases import CONV_WIDTH, BenchCase
 from gdn.bench.loops import loop_tables
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RecurrenceCase
+from gdn.testing.catalogue import Case
 from gdn.testing.ring_cases import RingCase
 
 _INDEX_BYTES = 4
-_GATE_BYTES = 4  # of the ring's cases, whose gates are float32
+_GATE_BYTES = 4  # of gates in float32: those of the ring's cases, and all that the gates' own op makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,52 @@ def loop_bytes(case: BenchCase) -> tuple[float, float]:
     return float(reading) / len(moves), float(updating) / len(moves)
 
 
+def window_bytes(call: Case) -> int:
+    """The window of a sequence, once: CONV_WIDTH - 1 past inputs of every channel, of the work type."""
+    return (CONV_WIDTH - 1) * _channel_bytes(call)
+
+
+def filter_bytes(call: Case) -> int:
+    """The weights of a layer's convolution: CONV_WIDTH of every channel, of the work type."""
+    return CONV_WIDTH * _channel_bytes(call)
+
+
+def _channel_bytes(call: Case) -> int:
+    return call.heads.conv_dim * DTYPES[call.work_dtype].itemsize
+
+
+def conv_bytes(call: Case, *, moves_windows: bool) -> int:
+    """A convolution: every channel of each token is read and written once, the window of each live sequence is read,
+    and written where it moves, and the weights are read once.
+
+    Index arrays: batch_size slots, batch_size + 1 offsets.
+    """
+    live = [length for row, length in enumerate(call.lengths) if length and row not in call.padding]
+    return (
+        2 * sum(live) * _channel_bytes(call)
+        + (1 + moves_windows) * len(live) * window_bytes(call)
+        + filter_bytes(call)
+        + _INDEX_BYTES * (2 * len(call.lengths) + 1)
+    )
+
+
+def commit_bytes(call: RingCase) -> int:
+    """A commit: each window that moves is written once, and as many inputs are read, old ones or those of tokens.
+
+    Index arrays: batch_size slots, batch_size counts, batch_size + 1 offsets.
+    """
+    moving = sum(count > 0 and row not in call.padding for row, count in enumerate(call.num_accepted))
+    return 2 * moving * window_bytes(call) + _INDEX_BYTES * (3 * len(call.lengths) + 1)
+
+
+def gates_bytes(call: Case) -> int:
+    """Gates: a and b of each token and value head are read, decay and beta written in float32; of each value head a
+    rate and a bias in float32 are read once.
+    """
+    of_a_token = 2 * DTYPES[call.work_dtype].itemsize + 2 * _GATE_BYTES
+    return call.heads.num_value_heads * (sum(call.lengths) * of_a_token + 2 * _GATE_BYTES)
+
+
 def _num_live(call: RingCase) -> int:
     return sum(length > 0 and _has_places(call, row) for row, length in enumerate(call.lengths))
 
@@ -149,7 +196,13 @@ def _read_and_written(case: BenchCase) -> tuple[float, float]:
         return loop_bytes(case)
     if case.regime in ("decode", "prefill"):
         return 0, recurrence_bytes(case.recurrence_call)
+    if case.regime == "conv":
+        return 0, conv_bytes(case.call, moves_windows=case.moves_windows)
+    if case.regime == "gates":
+        return 0, gates_bytes(case.call)
     call = case.ring_call
+    if case.regime == "commit":
+        return 0, commit_bytes(call)
     if case.regime == "fused" and case.pending:
         return 0, fused_bytes(call, case.pending)
     if case.regime in ("fused", "lazy"):  # with nothing pending there is nothing to fold

@@ -171,7 +171,7 @@ def _others_kept(subject: Conv1dSubject, pool: Array, moved: Array) -> Iterator[
 def batch_independence(subject: Conv1dSubject) -> Iterator[Comparison]:
     """E3: a sequence gives the same bits alone, in a shuffled batch, and beside a neighbour full of NaN.
 
-    Alone it may also be cut into tiles of another size: the batch decides that.
+    Alone it may also be split over blocks in another way: the batch decides that.
     """
     if not subject.live.size:
         return

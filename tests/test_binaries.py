@@ -1,0 +1,304 @@
+"""Kernels compiled ahead of time: their names, where they are found, and what happens where they are no use."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gdn.backends import binaries, cache, cuda, launch, nvrtc
+from gdn.backends.launch import Kernel, Variant
+from gdn.backends.nvrtc import Binary, CompileReport
+
+VARIANT = Variant(Kernel("gated_delta_gates", ()), (("INPUT_TYPE", "float"), ("RATE_TYPE", "float")))
+STREAMED = Variant(VARIANT.kernel, (*VARIANT.macros, ("SHARED_BYTES", "70000")))
+REPORT = CompileReport(registers=40, spill_bytes=0, stack_bytes=8, shared_bytes=16)
+
+
+def binary(image: bytes = b"\x7fELF image") -> Binary:
+    return Binary(image, REPORT, "12.9")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, and no folders beside it."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("GDN_CACHE_DIR", str(folder))
+    monkeypatch.delenv("GDN_KERNEL_DIR", raising=False)
+    return folder
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    """Two empty folders that GDN_KERNEL_DIR names."""
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setenv("GDN_KERNEL_DIR", os.pathsep.join(map(str, folders)))
+    return folders
+
+
+# ---- Names and files ----
+
+
+def test_a_name_holds_all_that_changes_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {binaries.file_name(VARIANT, "sm_90"), binaries.file_name(VARIANT, "sm_80")}
+    names.add(binaries.file_name(STREAMED, "sm_90"))
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "_CUPY_OPTIONS", ("-ftz=false",))
+        names.add(binaries.file_name(VARIANT, "sm_90"))
+    text = launch.source("gated_delta_gates.cu")
+    with monkeypatch.context() as patch:
+        patch.setattr(binaries, "source", lambda name: text + "\n")
+        names.add(binaries.file_name(VARIANT, "sm_90"))
+    assert len(names) == 5
+    assert all(name.startswith("gated_delta_gates-sm_") and name.endswith(".kernel") for name in names)
+    assert binaries.file_name(VARIANT, "sm_90") in names
+
+
+def test_a_name_follows_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = binaries.file_name(VARIANT, "sm_90")
+    right = launch.kernel_text
+    header = "numeric_types.cuh"
+    monkeypatch.setattr(launch, "kernel_text", lambda name: right(name) + ("// edited\n" if name == header else ""))
+    launch.source.cache_clear()
+    try:
+        assert binaries.file_name(VARIANT, "sm_90") != before
+    finally:
+        monkeypatch.undo()
+        launch.source.cache_clear()
+    assert binaries.file_name(VARIANT, "sm_90") == before
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    image = bytes(range(256)) + b"\n"
+    path = binaries.write(tmp_path, VARIANT, "sm_90", binary(image))
+    assert path == tmp_path / binaries.file_name(VARIANT, "sm_90")
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert list(tmp_path.glob("*.kernel")) == [path]
+    assert binaries.read(tmp_path, VARIANT, "sm_90") == binary(image)
+    assert binaries.read(tmp_path, VARIANT, "sm_80") is None
+    assert binaries.read(tmp_path / "none", VARIANT, "sm_90") is None
+
+
+def damaged(path: Path) -> Iterator[bytes]:
+    whole = path.read_bytes()
+    yield b""
+    yield whole[:-1]
+    yield whole[: len(whole) // 2]
+    yield whole[:20] + bytes([whole[20] ^ 1]) + whole[21:]
+    for content in (b"not JSON\nimage", b"{}\nimage", b'{"report": {"registers": 1}, "nvrtc": "12.9"}\n', b"[1]\n"):
+        yield content + hashlib.sha256(content).digest()
+
+
+def test_a_damaged_file_is_none(tmp_path: Path) -> None:
+    path = binaries.write(tmp_path, VARIANT, "sm_90", binary())
+    for content in damaged(path):
+        path.write_bytes(content)
+        assert binaries.read(tmp_path, VARIANT, "sm_90") is None
+
+
+def test_folders(shipped: tuple[Path, Path], cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert binaries.folders() == (*shipped, cache_folder)
+    monkeypatch.setenv("GDN_KERNEL_DIR", f"relative{os.pathsep}{os.pathsep}")
+    assert binaries.folders() == (Path("relative").absolute(), cache_folder)
+    monkeypatch.setenv("GDN_KERNEL_DIR", "")
+    assert binaries.folders() == (cache_folder,)
+
+
+def test_a_generation_of_gpus() -> None:
+    assert binaries.architectures_for((8, 6)) == tuple(f"sm_8{minor}" for minor in (6, 5, 4, 3, 2, 1, 0))
+    assert binaries.architectures_for((12, 1)) == ("sm_121", "sm_120")
+
+
+# ---- What a call loads ----
+
+
+class FakeCupy:
+    """A CuPy with one GPU, that notes what it loads and compiles. refused: images that its driver does not take."""
+
+    def __init__(self, capability: str) -> None:
+        self.loaded: list[bytes] = []
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.refused: set[bytes] = set()
+        self.files: list[Path] = []
+        self.ready: list[SimpleNamespace] = []
+        compiler = SimpleNamespace(CompileException=type("CompileException", (Exception,), {}))
+        stream = SimpleNamespace(is_capturing=lambda: False)
+        self.cuda = SimpleNamespace(
+            Device=self._device(capability), compiler=compiler, get_current_stream=lambda device: stream
+        )
+
+    @staticmethod
+    def _device(capability: str) -> Any:
+        class Device:
+            compute_capability = capability
+
+            def __init__(self, device: int) -> None:
+                assert device == 0
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *reason: object) -> None:
+                pass
+
+        return Device
+
+    def RawModule(self, *, path: str = "", code: str = "", options: tuple[str, ...] = ()) -> SimpleNamespace:
+        def get_function(stem: str) -> SimpleNamespace:
+            assert stem == "gated_delta_gates"
+            if path:
+                self.files.append(Path(path))
+                image = Path(path).read_bytes()
+                if image in self.refused:
+                    raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+                self.loaded.append(image)
+            else:
+                self.compiled.append((code, options))
+            return SimpleNamespace(num_regs=32)
+
+        return SimpleNamespace(get_function=get_function)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    """In place of CuPy one with a GPU of compute capability 8.6."""
+    fake = FakeCupy("86")
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(cuda, "require_device", lambda device: None)
+    monkeypatch.setattr(cuda, "_functions", {})
+    return fake
+
+
+def test_without_binaries_a_kernel_is_compiled(cupy: FakeCupy) -> None:
+    cuda.load(VARIANT, 0)
+    options = ("-std=c++17", "-DINPUT_TYPE=float", "-DRATE_TYPE=float")
+    assert cupy.compiled == [(launch.source("gated_delta_gates.cu"), options)]
+    assert cupy.loaded == []
+
+
+def test_a_binary_is_loaded_once_and_nothing_compiled(cupy: FakeCupy, shipped: tuple[Path, Path]) -> None:
+    binaries.write(shipped[1], STREAMED, "sm_86", binary())
+    kernel = cuda.load(STREAMED, 0)
+    assert cuda.load(STREAMED, 0) is kernel
+    assert kernel.max_dynamic_shared_size_bytes == 70000
+    assert (cupy.loaded, cupy.compiled) == ([binary().image], [])
+    assert not any(path.exists() for path in cupy.files)
+
+
+def test_which_binary_comes_first(cupy: FakeCupy, shipped: tuple[Path, Path], cache_folder: Path) -> None:
+    places = [
+        (shipped[0], "sm_86", b"own"),
+        (shipped[0], "sm_80", b"earlier"),
+        (shipped[1], "sm_86", b"second folder"),
+        (cache_folder, "sm_86", b"cache"),
+    ]
+    for folder, architecture, image in places:
+        binaries.write(folder, VARIANT, architecture, binary(image))
+    for folder in shipped:
+        for other in ("sm_89", "sm_90"):  # later ones, which the GPU cannot run
+            binaries.write(folder, VARIANT, other, binary(b"other"))
+    for folder, architecture, image in places:
+        cuda._functions.clear()
+        cuda.load(VARIANT, 0)
+        assert cupy.loaded.pop() == image
+        (folder / binaries.file_name(VARIANT, architecture)).unlink()
+    cuda._functions.clear()
+    cuda.load(VARIANT, 0)
+    assert (cupy.loaded, len(cupy.compiled)) == ([], 1)
+
+
+def test_what_a_driver_refuses_is_passed_over(cupy: FakeCupy, shipped: tuple[Path, Path], cache_folder: Path) -> None:
+    cupy.refused = {b"new"}
+    binaries.write(shipped[0], VARIANT, "sm_86", binary(b"new"))
+    binaries.write(cache_folder, VARIANT, "sm_86", binary(b"right"))
+    cuda.load(VARIANT, 0)
+    assert (cupy.loaded, cupy.compiled) == ([b"right"], [])
+    cupy.refused.add(b"right")
+    cuda._functions.clear()
+    cuda.load(VARIANT, 0)
+    assert len(cupy.compiled) == 1
+
+
+def test_damaged_binaries_are_passed_over(cupy: FakeCupy, shipped: tuple[Path, Path]) -> None:
+    path = binaries.write(shipped[0], VARIANT, "sm_86", binary())
+    path.write_bytes(path.read_bytes()[:-5])
+    cuda.load(VARIANT, 0)
+    assert (cupy.loaded, len(cupy.compiled)) == ([], 1)
+
+
+def test_without_a_place_for_the_image_a_kernel_is_compiled(
+    cupy: FakeCupy, shipped: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**keywords: Any) -> Any:
+        raise PermissionError("read-only file system")
+
+    binaries.write(shipped[0], VARIANT, "sm_86", binary())
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    cuda.load(VARIANT, 0)
+    assert (cupy.loaded, len(cupy.compiled)) == ([], 1)
+
+
+def test_a_folder_that_is_none_is_no_matter(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GDN_KERNEL_DIR", str(tmp_path / "missing"))
+    cuda.load(VARIANT, 0)
+    assert len(cupy.compiled) == 1
+    assert cache.directory().is_dir()
+
+
+# ---- One set of options ----
+
+
+class _Compiled(Exception):
+    """Ends a compile whose options are known."""
+
+
+def test_options_are_those_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NVRTC is given through CuPy at run time is what it is given ahead of time."""
+    compiler = pytest.importorskip("cupy.cuda.compiler")
+    from cupy._core import core
+
+    class Program:
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            pass
+
+        def compile(self, options: tuple[str, ...], log: Any) -> None:
+            raise _Compiled(options)
+
+    for name in [name for name in os.environ if name.startswith("CUPY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(compiler, "_NVRTCProgram", Program)
+    monkeypatch.setattr(compiler, "_preprocess", lambda *arguments: "")
+    monkeypatch.setattr(compiler, "_get_arch", lambda: "90")
+    monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch: (f"-arch=sm_{arch}", "cubin"))
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", SimpleNamespace(load=lambda name: None))
+    with pytest.raises(_Compiled) as caught:
+        core.compile_with_cache("", nvrtc.module_options(VARIANT), prepend_cupy_headers=False)
+    seen = [option for option in caught.value.args[0] if not option.startswith("-I")]
+    assert sorted(seen) == sorted((*nvrtc.all_options(VARIANT), "-arch=sm_90"))
+
+
+def test_kernels_include_no_header_of_a_toolkit() -> None:
+    """So that the folders of headers, which CuPy names and nobody else, change nothing."""
+    folder = Path(launch.__file__).parents[2] / "kernels"
+    for path in folder.glob("*.cu"):
+        assert "#include <" not in launch.source(path.name), path.name
+
+
+def test_the_report_changes_no_image() -> None:
+    """`--ptxas-options=-v`, with which nothing is compiled at run time."""
+    compiler = pytest.importorskip("cupy.cuda").nvrtc
+    variant = Variant(VARIANT.kernel, (*VARIANT.macros, ("BIAS_TYPE", "float")))
+    program = compiler.createProgram(launch.source("gated_delta_gates.cu"), "/another/name.cu", (), ())
+    compiler.compileProgram(program, (*nvrtc.all_options(variant), "-arch=sm_90"))
+    assert compiler.getCUBIN(program) == nvrtc.compile_binary(variant, "sm_90").image
+    compiler.destroyProgram(program)

@@ -114,11 +114,12 @@ def compile(
     save: Path | None,
     **shape: Any,
 ) -> None:
-    """Compile every kernel that calls with these heads and types may pick, ahead of time and with no GPU.
+    """Compile the kernels that calls with these heads and types pick, ahead of time and with no GPU.
 
     Calls find them in gdn's cache folder, or in the folders that GDN_KERNEL_DIR names. Kernels for an architecture
     such as sm_80 run on later GPUs of its generation too. Dense arrays that start on 16-byte boundaries are served,
-    with a record_stride that is a multiple of 8; calls on others compile at their first use, as calls do without this.
+    with a record_stride that is a multiple of 8, and a convolution of four taps with SiLU and no bias, whose pool has
+    the work type; other calls compile at their first use, as they do without this.
 
     The table says what a thread of each kernel takes, and its block of shared memory. What is there already is not
     compiled again.

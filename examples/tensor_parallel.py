@@ -120,7 +120,7 @@ def parse() -> tuple[Any, str, int, int]:
     """The arguments of `main`, from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cupy", action="store_true", help="CuPy arrays, on GPUs, instead of NumPy arrays")
-    parser.add_argument("--shards", type=int, help="parts of the layer; when not given, as many as there are GPUs")
+    parser.add_argument("--shards", type=int, help="parts of the layer; as many as GPUs and heads allow if not given")
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-next-80b-a3b", help="whose heads")
     given = parser.parse_args()
     if given.cupy:
@@ -129,8 +129,9 @@ def parse() -> tuple[Any, str, int, int]:
         num_devices = xp.cuda.runtime.getDeviceCount()
     else:
         xp, num_devices = np, 4
-    num_shards = num_devices if given.shards is None else given.shards
     num_key_heads = model_geometry(given.model).num_key_heads
+    most = max(shards for shards in range(1, num_devices + 1) if num_key_heads % shards == 0)
+    num_shards = most if given.shards is None else given.shards
     if num_shards < 1 or num_key_heads % num_shards:
         parser.error(
             f"--shards: expected a divisor of the {num_key_heads} key heads of {given.model}, got {num_shards}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -153,7 +154,7 @@ def _adopt(name: str, value: Any) -> Any:
             raise DeviceError(rejection(name, "an array in CPU or CUDA memory", f"DLPack device type {device_type}"))
         if hasattr(value, "__cuda_array_interface__"):
             return _cupy(name).asarray(value)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, GdnError):
             raise
         raise DTypeError(
@@ -226,8 +227,8 @@ def _strides_of(name: str, value: Any, shape: tuple[int, ...], itemsize: int) ->
     return tuple(dense)
 
 
-def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
-    """A new array in the place of a call's arguments.
+def empty(shape: tuple[int, ...], dtype: str, place: str, name: str = "out") -> Any:
+    """A new array in the place of a call's arguments; `name` is what the caller could have given instead.
 
     Raises DeviceError in a stream capture: there an allocation may fail, and memory that CuPy gives away again once the
     array is gone would be written by every replay.
@@ -237,9 +238,26 @@ def empty(shape: tuple[int, ...], dtype: str, place: str) -> Any:
     import cupy
 
     with in_place(place):
-        if cupy.cuda.get_current_stream().is_capturing():
-            raise DeviceError(rejection("out", "an array to write to, which a stream capture does not make", None))
+        try:
+            is_capturing = cupy.cuda.get_current_stream().is_capturing()
+        except RuntimeError:  # as in cuda.is_capturing
+            is_capturing = True
+        if is_capturing:
+            raise DeviceError(rejection(name, "an array to write to, which a stream capture does not make", None))
         return cupy.empty(shape, DTYPES[dtype])
+
+
+def require_float_name(name: str, dtype: Any) -> None:
+    """The name of an element type that models' values have; raises DTypeError for anything else."""
+    floats = [known for known, of_numpy in DTYPES.items() if of_numpy.kind not in "iu"]
+    if dtype not in floats:
+        raise DTypeError(rejection(name, f"one of {', '.join(floats)}", repr(dtype)))
+
+
+def require_place(place: Any) -> None:
+    """A place as arrays of a call have one; raises DeviceError for anything else."""
+    if place != CPU and not re.fullmatch(r"cuda:\d+", str(place)):
+        raise DeviceError(rejection("place", '"cpu", or "cuda:0" and so on', repr(place)))
 
 
 def device_index(place: str) -> int:

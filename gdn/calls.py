@@ -52,30 +52,42 @@ def run(rules: Rules, *given: Any) -> Any:
     Returns what the op does; for an op that returns nothing, anything.
     """
     seen = arrays.signature(given)
-    if seen is None:
-        return BoundCall(rules, given)()
-    metadata, addresses = seen
+    return (BoundCall(rules, given) if seen is None else _of_kind(rules, given, *seen))()
+
+
+def made_ready(rules: Rules, *given: Any) -> Callable[[], Any]:
+    """What runs a call, once all that can be refused of it was not: it is checked, compiled, and has its output.
+
+    Raises what `run` would. What is returned runs the call once, and returns what `run` would.
+    """
+    seen = arrays.signature(given)
+    if seen is not None:
+        return _of_kind(rules, given, *seen)
+    bound = BoundCall(rules, given)
+    bound.prepare_for_cpu()
+    return bound
+
+
+def _of_kind(
+    rules: Rules, given: Sequence[Any], metadata: Sequence[Any], addresses: Sequence[int]
+) -> Callable[[], Any]:
+    """What runs a call on CuPy arrays: by the plan of its kind, or, where there is none, making one."""
     kind = _kind(rules, metadata)
     plan = plans.find(kind)
-    if plan is not None and plan.run(addresses):
-        return given[-1]  # an op that returns its readout takes it last
-    bound = BoundCall(rules, given)
-    result = bound()
-    bound.keep_plan(kind, given)
+    if plan is not None and plan.takes(addresses):
+        return partial(_run_plan, plan, addresses, given[-1])  # an op that returns its readout takes it last
+    return partial(_run_and_keep, BoundCall(rules, given), kind, given)
+
+
+def _run_plan(plan: plans.Plan, addresses: Sequence[int], result: Any) -> Any:
+    plan.run(addresses)
     return result
 
 
-def check(rules: Rules, *given: Any) -> None:
-    """Raise what `run` would, running nothing; a compile or a capture aside. For calls that come after others."""
-    seen = arrays.signature(given)
-    if seen is not None:
-        plan = plans.find(_kind(rules, seen[0]))
-        if plan is not None and plan.takes(seen[1]):
-            return
-    checked = rules(*given)
-    checked.ready()
-    if checked.place == arrays.CPU:
-        checked.check_values()
+def _run_and_keep(bound: BoundCall, kind: Hashable, given: Sequence[Any]) -> Any:
+    result = bound()
+    bound.keep_plan(kind, given)
+    return result
 
 
 def warmup(rules: Rules, *given: Any) -> None:
@@ -106,7 +118,7 @@ class BoundCall:
         self._ready = checked.ready()
         self._run = _runner(checked, self._ready)
         self._result = self._ready.result
-        self._place = checked.place
+        self._place, self._check_values = checked.place, checked.check_values
 
     def __call__(self) -> Any:
         """Run the call on what its arrays hold now; returns what the op would."""
@@ -117,6 +129,12 @@ class BoundCall:
         """Compile what binding does not: the kernel of a call on NumPy arrays, where the backend host is to run it."""
         if self._place == arrays.CPU and not self._ready.idle and backend_for_numpy_arrays() == "host":
             host.load(self._ready.launch().variant)
+
+    def prepare_for_cpu(self) -> None:
+        """The same, and look at the index values that a run on NumPy arrays would refuse."""
+        if self._place == arrays.CPU:
+            self._check_values()
+        self.compile_for_cpu()
 
     def keep_plan(self, kind: Hashable, given: Sequence[Any]) -> None:
         """Make a plan of this call, which is of this kind and was given these arrays."""

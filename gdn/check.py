@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gdn.arrays import CPU, Argument
-from gdn.errors import DeviceError, DTypeError, LayoutError, ShapeError, rejection
+from gdn.errors import DeviceError, DTypeError, GdnError, LayoutError, ShapeError, rejection
 
 FLOAT_TYPES = ("float32", "float16", "bfloat16")
 INDEX_TYPES = ("uint32", "int32")
@@ -22,6 +22,13 @@ def require_float(argument: Argument, allowed: Sequence[str] = FLOAT_TYPES) -> N
     """The element type is one of `allowed`."""
     if argument.dtype not in allowed:
         raise DTypeError(rejection(argument.name, _one_of(allowed), argument.dtype))
+
+
+def known_flag(name: str, value: Any) -> bool:
+    """A switch, which is True or False and nothing that Python would take for either."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise GdnError(rejection(name, "True or False", repr(value)))
+    return bool(value)
 
 
 def require_index(argument: Argument) -> None:

@@ -9,23 +9,36 @@ gated norm and the output projection. A Qwen3-Next layer is::
     hidden = output_projection(gated_rms_norm(readout, z))
 
 Speculative decoding is `verify`, an acceptance, `commit`: the same bits as `prefill` over the accepted tokens alone.
+A call is refused, by whichever op, before the first op runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
+
+import numpy as np
 
 from gdn import arrays, calls
+from gdn.arrays import Argument
 from gdn.calls import Rules
-from gdn.check import require_ndim
-from gdn.errors import ShapeError, rejection
-from gdn.geometry import HeadGeometry
+from gdn.check import require_disjoint, require_float, require_ndim, require_shape
+from gdn.conv1d import MAX_CONV_WIDTH, MIN_CONV_WIDTH
+from gdn.errors import GdnError, IndexValueError, ShapeError, rejection
+from gdn.geometry import PAD_SLOT, HeadGeometry
+from gdn.indices import offset_values, slot_values
 from gdn.layer_rules import commit_rules, conv1d_call, gate_call
+from gdn.ring import MAX_RING_LEN
 from gdn.rules import fold_rules, fwd_rules, verify_rules
 
+_Arguments = ParamSpec("_Arguments")
+#: Calls of ops, each by its rules and what these take, that run one behind the other.
+_Steps = list[tuple[Rules, tuple[Any, ...]]]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GatedDeltaLayer:
     """The weights of a layer's token mixing, and its pools, which the functions of this module change in place.
 
@@ -47,13 +60,19 @@ class GatedDeltaLayer:
     allow_neg_eigval: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ShapeError where the pools have not the same slots; all else is for the ops to see."""
+        """Raise ShapeError where the pools have not the same slots, LayoutError where they share memory.
+
+        All else is for the ops to see.
+        """
         windows, states = (arrays.take(name, getattr(self, name)) for name in ("conv_state", "recurrent_state"))
         require_ndim(windows, "[max_slots, conv_dim, conv_width - 1]")
         require_ndim(states, "[max_slots, num_value_heads, key_head_dim, value_head_dim]")
         if windows.shape[0] != states.shape[0]:
             expected = f"max_slots = {windows.shape[0]}, as conv_state has"
             raise ShapeError(rejection("recurrent_state", expected, states.shape[0]))
+        require_disjoint(states, [windows])
+        if self.ring is not None:
+            require_disjoint(arrays.take("ring", self.ring), [windows, states])
 
 
 class Scratch(NamedTuple):
@@ -83,24 +102,69 @@ def new_pools(
     conv_dtype is best the type of qkv, which it then holds without rounding. The ring, float32, is made where ring_rows
     is not 0, with records that start on 16-byte boundaries. place: "cpu" for NumPy arrays, "cuda:0" for CuPy arrays on
     that GPU.
+
+    Raises ShapeError, DTypeError, DeviceError for a size, type or place that no op takes.
     """
+    _require_size("max_slots", max_slots, 0)
+    _require_size("conv_width", conv_width, MIN_CONV_WIDTH, MAX_CONV_WIDTH)
+    _require_size("ring_rows", ring_rows, 0)
     shapes = {
         "conv_state": ((max_slots, heads.conv_dim, conv_width - 1), conv_dtype),
-        "recurrent_state": (
-            (max_slots, heads.num_value_heads, heads.key_head_dim, heads.value_head_dim),
-            state_dtype,
-        ),
+        "recurrent_state": ((max_slots, heads.num_value_heads, heads.key_head_dim, heads.value_head_dim), state_dtype),
     }
     if ring_rows:
+        _require_size("ring_len", ring_len, 1, MAX_RING_LEN)
         record_stride = -(-heads.record_elements // 8) * 8
         shapes["ring"] = ((ring_rows, heads.num_key_heads, ring_len, record_stride), "float32")
-    pools = {name: arrays.empty(shape, dtype, place) for name, (shape, dtype) in shapes.items()}
+    for name, dtype in (("conv_dtype", conv_dtype), ("state_dtype", state_dtype)):
+        arrays.require_float_name(name, dtype)
+    arrays.require_place(place)
+    pools = {name: arrays.empty(shape, dtype, place, name) for name, (shape, dtype) in shapes.items()}
     with arrays.in_place(place):
         for pool in pools.values():
             pool[...] = 0
     return pools
 
 
+def _require_size(name: str, size: Any, least: int, most: int | None = None) -> None:
+    if not isinstance(size, (int, np.integer)) or size < least or (most is not None and size > most):
+        limit = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+        raise ShapeError(rejection(name, limit, repr(size)))
+
+
+def new_scratch(layer: GatedDeltaLayer, qkv: Any) -> Scratch:
+    """Memory for what is between the ops of calls with as many tokens as qkv, [T, conv_dim], has.
+
+    Raises ShapeError and DTypeError for a qkv that the convolution would refuse by itself.
+    """
+    tokens, heads = arrays.take("qkv", qkv), arrays.take("A_log", layer.A_log)
+    require_ndim(tokens, "[total_seq_len, conv_dim]")
+    require_float(tokens)
+    require_ndim(heads, "[num_value_heads]")
+    place, gate = tokens.place or arrays.CPU, (tokens.shape[0], heads.shape[0])
+    conv_output = arrays.empty(tokens.shape, tokens.dtype, place, "scratch")
+    return Scratch(conv_output, *(arrays.empty(gate, "float32", place, "scratch") for _ in range(2)))
+
+
+# ---- What a layer does. Each function says which calls of ops it is; what stands above it runs them ----
+
+
+_STEPS: dict[Callable[..., Any], Callable[..., _Steps]] = {}
+
+
+def _runs(steps_of: Callable[_Arguments, _Steps]) -> Callable[_Arguments, Any]:
+    """A function that runs these steps, once all were found right, and returns what the last one does."""
+
+    @wraps(steps_of)
+    def function(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> Any:
+        made_ready = [calls.made_ready(rules, *given) for rules, given in steps_of(*arguments, **keywords)]
+        return [run() for run in made_ready][-1]
+
+    _STEPS[function] = steps_of
+    return function
+
+
+@_runs
 def prefill(
     layer: GatedDeltaLayer,
     qkv: Any,
@@ -129,12 +193,11 @@ def prefill(
     Returns:
         The readout, [T, value_dim], and raises, as `gdn.ops.gated_delta_recurrence_fwd`.
     """
-    pending = pending_ring_slot_idx, num_pending
-    ring = None if all(table is None for table in pending) else layer.ring
-    tokens = qkv, a, b, slot_idx, input_row_offsets
-    return _run(layer, *tokens, scratch, fwd_rules, (ring, *pending, out), write_state=True)
+    more = *_pending(layer, pending_ring_slot_idx, num_pending), out
+    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, fwd_rules, more, write_state=True)
 
 
+@_runs
 def decode(
     layer: GatedDeltaLayer,
     qkv: Any,
@@ -152,13 +215,16 @@ def decode(
 
     input_row_offsets are 0, 1, ..., B; give them to save making them in each step.
     """
+    slots, tokens = arrays.take("slot_idx", slot_idx), arrays.take("qkv", qkv)
+    require_ndim(slots, "[batch_size]")
+    require_shape(tokens, "[batch_size, conv_dim]", (*slots.shape, *tokens.shape[1:]))
     if input_row_offsets is None:
-        table = arrays.take("slot_idx", slot_idx)
-        input_row_offsets = _counting(table.shape[0] + 1, table.place or arrays.CPU)
-    pending = {"pending_ring_slot_idx": pending_ring_slot_idx, "num_pending": num_pending}
-    return prefill(layer, qkv, a, b, slot_idx, input_row_offsets, **pending, scratch=scratch, out=out)
+        input_row_offsets = _counting(slots.shape[0] + 1, slots.place or arrays.CPU)
+    more = *_pending(layer, pending_ring_slot_idx, num_pending), out
+    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, fwd_rules, more, write_state=True)
 
 
+@_runs
 def verify(
     layer: GatedDeltaLayer,
     qkv: Any,
@@ -173,18 +239,19 @@ def verify(
     scratch: Scratch | None = None,
     out: Any = None,
 ) -> Any:
-    """Read out speculative windows as `prefill` would, leaving windows of inputs and states as they are.
+    """Read out speculative windows as `prefill` would, leaving windows of inputs, and states, for `commit`.
 
     Arguments as in `prefill`, and ring_slot_idx: [B], the row of the layer's ring that takes each window's records.
-    Keep qkv for `commit`. A window longer than RING_LEN moves its state itself, over all its tokens: commit all of
-    them.
+    Keep qkv for `commit`. A window that does not fit into the ring, behind what stays pending there, moves its state
+    itself over all of its tokens: commit all of them. Pending records of another ring row are folded into the states.
 
     Returns the readout, [T, value_dim]; raises as `gdn.ops.gated_delta_recurrence_verify_ring`.
     """
     more = layer.ring, ring_slot_idx, pending_ring_slot_idx, num_pending, out
-    return _run(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, verify_rules, more, write_state=False)
+    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, verify_rules, more, write_state=False)
 
 
+@_runs
 def commit(
     layer: GatedDeltaLayer,
     qkv: Any,
@@ -192,35 +259,62 @@ def commit(
     input_row_offsets: Any,
     num_accepted: Any,
     ring_slot_idx: Any = None,
-) -> None:
+) -> Any:
     """Move windows of inputs and states over the first ``num_accepted[b]`` tokens of what `verify` was given.
 
-    Without ring_slot_idx states stay behind: the records are pending, and the next `verify`, `prefill` or `decode` is
-    told so. Raises as the two ops do.
+    Args:
+        layer, qkv, slot_idx, input_row_offsets: those of the verify.
+        num_accepted: [B], uint32 or int32: 0 to the tokens of each window, all of them where it is longer than the
+            ring; 0 where ring_slot_idx was ``gdn.PAD_SLOT``.
+        ring_slot_idx: that of a verify without pending records, whose states are folded here. Without it states stay
+            behind, the records are pending, and the next call is told so: what `gdn.speculative.PendingWindows` is for.
+
+    Raises:
+        As the two ops do. NumPy arrays only: IndexValueError for a count that is none of the above, where windows and
+        states would part.
     """
-    steps: list[tuple[Rules, tuple[Any, ...]]] = [
-        (commit_rules, (qkv, layer.conv_state, slot_idx, input_row_offsets, num_accepted))
-    ]
+    steps: _Steps = [(commit_rules, (qkv, layer.conv_state, slot_idx, input_row_offsets, num_accepted))]
     if ring_slot_idx is not None:
         slots, ring_rows = arrays.take("slot_idx", slot_idx), arrays.take("ring_slot_idx", ring_slot_idx)
         require_ndim(slots, "[batch_size]")
         require_ndim(ring_rows, "[batch_size]")
         one_layer = layer.recurrent_state, slots.array[None], layer.ring, ring_rows.array[None], num_accepted
         steps.append((fold_rules, one_layer))
-    _run_all(steps)
+        if slots.place == arrays.CPU:
+            for rules, given in steps:
+                rules(*given).check_values()
+            _require_whole_counts(slots, ring_rows, arrays.take("input_row_offsets", input_row_offsets), num_accepted)
+    return steps
 
 
-def new_scratch(layer: GatedDeltaLayer, qkv: Any) -> Scratch:
-    """Memory for what is between the ops of calls with as many tokens as qkv, [T, conv_dim], has."""
-    tokens, heads = arrays.take("qkv", qkv), arrays.take("A_log", layer.A_log)
-    require_ndim(tokens, "[total_seq_len, conv_dim]")
-    require_ndim(heads, "[num_value_heads]")
-    place, gate = tokens.place or arrays.CPU, (tokens.shape[0], heads.shape[0])
-    conv_output = arrays.empty(tokens.shape, tokens.dtype, place)
-    return Scratch(conv_output, *(arrays.empty(gate, "float32", place) for _ in range(2)))
+def _require_whole_counts(slots: Argument, ring_rows: Argument, offsets: Argument, num_accepted: Any) -> None:
+    """Counts mean the same to the convolution, which takes them as at most all tokens, and to the fold."""
+    counts, lengths = slot_values(arrays.take("num_accepted", num_accepted)), np.diff(offset_values(offsets))
+    lengths[slot_values(ring_rows) == PAD_SLOT] = 0
+    too_many = np.flatnonzero((counts > lengths) & (slot_values(slots) != PAD_SLOT))
+    if too_many.size:
+        at = too_many[0]
+        raise IndexValueError(
+            rejection(f"num_accepted[{at}]", f"at most the {lengths[at]} tokens recorded", counts[at])
+        )
 
 
-def _run(
+def warmup(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> None:
+    """Compile and load what a call of a function of this module needs, so that such calls may be captured.
+
+    Takes the function and what it would be called with; nothing runs and nothing is written. In the capture give
+    ``scratch`` and ``out``, and `decode` its offsets, since no array is made there.
+
+    Raises GdnError for another function, and what the function would.
+    """
+    if function not in _STEPS:
+        known = ", ".join(known.__name__ for known in _STEPS)
+        raise GdnError(rejection("function", f"one of {known}", getattr(function, "__name__", repr(function))))
+    for rules, given in _STEPS[function](*arguments, **keywords):
+        calls.warmup(rules, *given)
+
+
+def _steps(
     layer: GatedDeltaLayer,
     qkv: Any,
     a: Any,
@@ -232,33 +326,36 @@ def _run(
     more: tuple[Any, ...],
     *,
     write_state: bool,
-) -> Any:
+) -> _Steps:
     """Gates, convolution, and the recurrence with these rules, which take `more` behind the six arguments."""
+    if scratch is not None:
+        _require_scratch(scratch)
     conv_output, decay, beta = scratch or new_scratch(layer, qkv)
     tables = slot_idx, input_row_offsets
     of_filter = layer.conv_bias, layer.activation, write_state, conv_output
-    return _run_all(
-        [
-            gate_call(a, b, layer.A_log, layer.dt_bias, layer.allow_neg_eigval, (decay, beta)),
-            conv1d_call(qkv, layer.conv_weight, layer.conv_state, *tables, *of_filter),
-            (recurrence, (conv_output, decay, beta, layer.recurrent_state, *tables, *more)),
-        ]
-    )
+    return [
+        gate_call(a, b, layer.A_log, layer.dt_bias, layer.allow_neg_eigval, (decay, beta)),
+        conv1d_call(qkv, layer.conv_weight, layer.conv_state, *tables, *of_filter),
+        (recurrence, (conv_output, decay, beta, layer.recurrent_state, *tables, *more)),
+    ]
 
 
-def _run_all(steps: list[tuple[Rules, tuple[Any, ...]]]) -> Any:
-    """Run calls one behind the other, once all were found right; returns what the last one does."""
-    for rules, given in steps:
-        calls.check(rules, *given)
-    result = None
-    for rules, given in steps:
-        result = calls.run(rules, *given)
-    return result
+def _pending(layer: GatedDeltaLayer, *tables: Any) -> tuple[Any, ...]:
+    """What a forward call takes of pending records: the ring too, but only with the tables."""
+    return (None if all(table is None for table in tables) else layer.ring, *tables)
+
+
+def _require_scratch(scratch: Scratch) -> None:
+    """Three arrays, each of memory of its own: no op sees all of them."""
+    if not isinstance(scratch, tuple) or len(scratch) != len(Scratch._fields):
+        raise ShapeError(rejection("scratch", "a Scratch", type(scratch).__name__))
+    conv_output, decay, beta = (arrays.take(name, one) for name, one in zip(Scratch._fields, scratch, strict=True))
+    require_disjoint(conv_output, [decay, beta])
 
 
 def _counting(count: int, place: str) -> Any:
     """0, 1, ... as uint32."""
-    table = arrays.empty((count,), "uint32", place)
+    table = arrays.empty((count,), "uint32", place, "input_row_offsets")
     with arrays.in_place(place):
         table[...] = 1
         return table.cumsum(dtype=table.dtype) - table.dtype.type(1)

@@ -15,7 +15,7 @@ from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import numpy_layer
 from gdn.calls import Checked, Ready, Rules
-from gdn.check import require_one_place
+from gdn.check import known_flag, require_one_place
 from gdn.conv1d import (
     commit_inputs,
     conv1d_inputs,
@@ -40,7 +40,7 @@ def conv1d_call(
     write_state: bool,
     out: Any,
 ) -> tuple[Rules, tuple[Any, ...]]:
-    rules = _conv1d_rules(known_activation(activation), bool(write_state))
+    rules = _conv1d_rules(known_activation(activation), known_flag("write_state", write_state))
     return rules, (qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, out)
 
 
@@ -95,7 +95,7 @@ def commit_rules(qkv: Any, conv_state: Any, slot_idx: Any, input_row_offsets: An
 def gate_call(
     a: Any, b: Any, A_log: Any, dt_bias: Any, allow_neg_eigval: bool, out: Any
 ) -> tuple[Rules, tuple[Any, ...]]:
-    return _gate_rules(bool(allow_neg_eigval)), (a, b, A_log, dt_bias, *_gates_given(out))
+    return _gate_rules(known_flag("allow_neg_eigval", allow_neg_eigval)), (a, b, A_log, dt_bias, *_gates_given(out))
 
 
 def _gates_given(out: Any) -> tuple[Any, Any]:

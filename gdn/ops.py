@@ -16,10 +16,12 @@ from typing import Any
 
 from gdn import arrays, calls
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
+from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import recurrence
 from gdn.calls import BoundCall, Rules
 from gdn.conv1d import conv1d_inputs
 from gdn.errors import GdnError, ShapeError, rejection
+from gdn.gates import gate_inputs
 from gdn.geometry import HeadGeometry
 from gdn.layer_rules import commit_rules, conv1d_call, gate_call
 from gdn.recurrence import recurrence_inputs
@@ -32,6 +34,7 @@ __all__ = [
     "gated_delta_conv1d_fwd",
     "gated_delta_conv1d_fwd_shape",
     "gated_delta_gates",
+    "gated_delta_gates_shape",
     "gated_delta_recurrence_fwd",
     "gated_delta_recurrence_fwd_shape",
     "gated_delta_recurrence_verify_ring",
@@ -303,13 +306,21 @@ def gated_delta_conv1d_fwd(
 
 
 def gated_delta_conv1d_fwd_shape(
-    qkv: Any, conv_weight: Any, conv_state: Any, slot_idx: Any, input_row_offsets: Any
+    qkv: Any,
+    conv_weight: Any,
+    conv_state: Any,
+    slot_idx: Any,
+    input_row_offsets: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> tuple[int, int]:
     """The shape of `gated_delta_conv1d_fwd`'s result, (total_seq_len, conv_dim), from shapes and types alone.
 
     Takes and raises what `gated_delta_recurrence_fwd_shape` does, for the arguments of the convolution.
     """
-    inputs = conv1d_inputs(arrays.describe, qkv, conv_weight, conv_state, slot_idx, input_row_offsets)
+    six = qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias
+    inputs = conv1d_inputs(arrays.describe, *six, activation=activation)
     conv_kernel.num_blocks(inputs)
     return inputs.batch.total_seq_len, inputs.batch.conv_dim
 
@@ -365,6 +376,17 @@ def gated_delta_gates(
     result = calls.run(rules, *given)
     # A call with a plan returns its last array alone; it was given arrays of CuPy's own.
     return result if isinstance(result, tuple) else given[-2:]
+
+
+def gated_delta_gates_shape(a: Any, b: Any, A_log: Any, dt_bias: Any) -> tuple[int, int]:
+    """The shape of both results of `gated_delta_gates`, (total_seq_len, num_value_heads), from shapes and types alone.
+
+    Takes and raises what `gated_delta_recurrence_fwd_shape` does, for the arguments of the gates.
+    """
+    inputs = gate_inputs(arrays.describe, a, b, A_log, dt_bias, allow_neg_eigval=False)
+    gates_kernel.num_blocks(inputs)
+    total_seq_len, num_value_heads = inputs.a.shape
+    return total_seq_len, num_value_heads
 
 
 def bind(op: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> BoundCall:

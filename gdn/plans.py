@@ -38,15 +38,12 @@ class Plan:
                 return False
         return True
 
-    def run(self, addresses: Sequence[int]) -> bool:
-        """Enqueue the call for arrays at these addresses; False, and nothing done, where they might overlap."""
-        if not self.takes(addresses):
-            return False
+    def run(self, addresses: Sequence[int]) -> None:
+        """Enqueue the call for arrays at these addresses, which the plan takes."""
         arguments = self.launch.arguments
         for parameter, position in self.places:
             arguments[parameter] = addresses[position]
         self.launch()
-        return True
 
 
 class _Plans(threading.local):

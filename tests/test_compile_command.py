@@ -305,6 +305,13 @@ pool, ring = array(3, heads, dim, dim), array(6, 2, 8, 200)
 decay, beta = gdn.ops.gated_delta_gates(*(array(48, heads) for _ in range(2)), *(array(heads) for _ in range(2)))
 show("gates", decay, beta)
 slots = table(0, 1, 2)
+weight, windows = array(channels, 4), array(3, channels, 3)
+for tokens in (1, 4, 6, 16):
+    batch = windows, slots, table(*range(0, 3 * tokens + 1, tokens))
+    qkv = array(3 * tokens, channels)
+    show("conv", gdn.ops.gated_delta_conv1d_fwd(qkv, weight, *batch, activation="silu"), windows)
+    gdn.ops.gated_delta_conv1d_commit(qkv, *batch, slots)
+    show("commit", windows)
 for tokens in (1, 4, 16):
     rows = 3 * tokens
     qkv, offsets = array(rows, channels), table(*range(0, rows + 1, tokens))
@@ -343,4 +350,4 @@ def test_ops_run_from_a_folder_with_the_bits_of_compiled_kernels(
     monkeypatch.setenv("GDN_KERNEL_DIR", str(tmp_path / "shipped"))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "another"))
     assert output("ready") == compiled
-    assert compiled.count("\n") == 10
+    assert compiled.count("\n") == 18

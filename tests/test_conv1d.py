@@ -21,6 +21,7 @@ from gdn.testing.buffers import Array
 from gdn.testing.compare import Comparison
 from gdn.testing.execute import on_backend
 from gdn.testing.ring_device import Device
+from gdn.testing.watched import run_watched
 
 FLOATS = ("float32", "float16", "bfloat16")
 PAD = gdn.PAD_SLOT
@@ -398,16 +399,21 @@ def test_malformed_tables_are_what_the_contract_says(
 
 
 def test_random_bits_touch_nothing_beside_the_arrays(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever 32 bits stand in the tables: no byte around the arrays changes, and no row is left as it was found."""
+    monkeypatch.setattr("gdn.layer_rules.check_conv1d_indices", lambda *batch: None)
     call, random = Conv(lengths=(60,), slots=(0,), gap=5), np.random.default_rng(0)
+    layouts = {"qkv": "slice", "conv_state": "gaps", "out": "slice", "slot_idx": "every_other"}
     for _ in range(20):
         size = int(random.integers(0, 6))
         near, far = random.integers(-2, 75, 2 * size + 1) & 0xFFFFFFFF, random.integers(0, 2**32, 2 * size + 1)
         bits = np.where(random.random(2 * size + 1) < 0.7, near, far).astype(np.uint32)
-        tables = {"slot_idx": bits[:size], "input_row_offsets": bits[size:]}
-        out, pool = run_unchecked(kernels, call.with_arrays(**tables), monkeypatch)
-        assert np.isfinite(out).all()
+        given = {**call.inputs, "slot_idx": bits[:size], "input_row_offsets": bits[size:]}
+        given["out"] = np.full(call["qkv"].shape, np.nan, np.float32)
+        written, kept = run_watched(kernels, ops.gated_delta_conv1d_fwd, given, ("conv_state", "out"), layouts)
+        assert_passed(*kept)
+        assert np.isfinite(written["out"]).all()
         others = [slot for slot in range(12) if slot not in bits[:size]]
-        assert_passed(bitwise(pool[others], call["conv_state"][others], "other slots"))
+        assert_passed(bitwise(written["conv_state"][others], call["conv_state"][others], "other slots"))
 
 
 @pytest.mark.gpu
@@ -510,6 +516,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("activation", "relu", "expected None or 'silu', got 'relu'"),
     ("activation", True, "expected None or 'silu', got True"),
     ("activation", [], "expected None or 'silu', got []"),
+    ("write_state", np.array([1, 0]), "expected True or False, got array([1, 0])"),
+    ("write_state", 1, "expected True or False, got 1"),
     ("out", zeros(73, 23), "expected shape [total_seq_len, conv_dim] = (73, 24)"),
     ("out", zeros(73, 24, dtype=np.float16), "expected float32, got float16"),
     ("out", np.broadcast_to(zeros(24), (73, 24)), "expected a writable array"),

@@ -83,14 +83,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.numpy_layer", "gdn.backends.gated_delta_*"),
     ),
     "gdn.ops": (
-        *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.geometry", "gdn.recurrence", "gdn.calls", "gdn.rules"),
-        *("gdn.layer_rules", "gdn.backends.recurrence", "gdn.backends.gated_delta_conv1d_fwd"),
+        *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.calls"),
+        *("gdn.rules", "gdn.layer_rules", "gdn.backends.recurrence"),
+        *("gdn.backends.gated_delta_conv1d_fwd", "gdn.backends.gated_delta_gates"),
     ),
     "gdn.variants": (
         *("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.*"),
     ),
     "gdn.layer": (
-        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.calls", "gdn.rules", "gdn.layer_rules"),
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.geometry", "gdn.indices", "gdn.ring"),
+        *("gdn.calls", "gdn.rules", "gdn.layer_rules"),
     ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
@@ -222,6 +224,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "gdn.check",
         "gdn.dlpack",
         "gdn.indices",
+        "gdn.layer",
         "gdn.oracle.*",
         "gdn.backends.numpy*",
         "gdn.testing.*",

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from gdn.backends import cache
 from gdn.backends.launch import Variant, source
@@ -50,29 +51,29 @@ def _identity(variant: Variant) -> str:
 
 def write(folder: Path, variant: Variant, architecture: str, binary: Binary) -> Path:
     """Write the file of a variant into a folder, and say where. Raises OSError where that fails."""
-    facts = {
-        "kernel": variant.kernel.stem,
-        "architecture": architecture,
-        "macros": dict(variant.macros),
-        "nvrtc": binary.nvrtc,
-        "report": asdict(binary.report),
-    }
+    facts = {**_made_from(variant, architecture), "nvrtc": binary.nvrtc, "report": asdict(binary.report)}
     content = json.dumps(facts).encode() + b"\n" + binary.image
     return cache.write(folder / file_name(variant, architecture), content, mode=_FILE_MODE)
 
 
 def read(folder: Path, variant: Variant, architecture: str) -> Binary | None:
     """The binary of a variant in a folder, or None where it is missing or damaged."""
-    return _read(folder / file_name(variant, architecture))
+    return _read(folder, variant, architecture, _identity(variant))
 
 
-def _read(path: Path) -> Binary | None:
-    content = cache.read(path)
+def _made_from(variant: Variant, architecture: str) -> dict[str, Any]:
+    return {"kernel": variant.kernel.stem, "architecture": architecture, "macros": dict(variant.macros)}
+
+
+def _read(folder: Path, variant: Variant, architecture: str, identity: str) -> Binary | None:
+    content = cache.read(folder / _file_name(variant, architecture, identity))
     if content is None:
         return None
     line, _, image = content.partition(b"\n")
     try:
         facts = json.loads(line)
+        if any(facts[name] != fact for name, fact in _made_from(variant, architecture).items()):
+            return None  # a file that was given another one's name
         return Binary(image, CompileReport(**facts["report"]), str(facts["nvrtc"]))
     except (ValueError, KeyError, TypeError):  # of another version of this module
         return None
@@ -83,7 +84,7 @@ def find(variant: Variant, capability: tuple[int, int]) -> Iterator[Binary]:
     identity = _identity(variant)
     for folder in folders():
         for architecture in architectures_for(capability):
-            binary = _read(folder / _file_name(variant, architecture, identity))
+            binary = _read(folder, variant, architecture, identity)
             if binary is not None:
                 yield binary
 

@@ -147,11 +147,14 @@ class ReadyLaunch:
 
 
 def is_capturing(device: int) -> bool:
-    """Whether CuPy's current stream of a device is being captured into a graph."""
+    """Whether CuPy's current stream of a device is being captured into a graph, or cannot be asked for one that is."""
     import cupy
 
     with cupy.cuda.Device(device):
-        return bool(cupy.cuda.get_current_stream(device).is_capturing())
+        try:
+            return bool(cupy.cuda.get_current_stream(device).is_capturing())
+        except RuntimeError:  # a capture that was broken, or one of another stream that the default stream waits for
+            return True
 
 
 def load(variant: Variant, device: int) -> Any:

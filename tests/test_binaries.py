@@ -106,6 +106,16 @@ def test_a_damaged_file_is_none(tmp_path: Path) -> None:
         assert binaries.read(tmp_path, VARIANT, "sm_90") is None
 
 
+def test_a_file_under_another_one_s_name_is_none(tmp_path: Path) -> None:
+    path = binaries.write(tmp_path, VARIANT, "sm_90", binary())
+    path.rename(tmp_path / binaries.file_name(VARIANT, "sm_80"))
+    assert binaries.read(tmp_path, VARIANT, "sm_80") is None
+    other = Variant(VARIANT.kernel, (*VARIANT.macros, ("ANOTHER", "1")))
+    path = binaries.write(tmp_path, VARIANT, "sm_90", binary())
+    path.rename(tmp_path / binaries.file_name(other, "sm_90"))
+    assert binaries.read(tmp_path, other, "sm_90") is None
+
+
 def test_folders(shipped: tuple[Path, Path], cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert binaries.folders() == (*shipped, cache_folder)
     monkeypatch.setenv("GDN_KERNEL_DIR", f"relative{os.pathsep}{os.pathsep}")

@@ -275,8 +275,9 @@ def test_every_mean_length_has_its_split(backend: str, width: int) -> None:
 
 
 def test_splits_follow_the_mean_length() -> None:
-    def split(batch_size: int, total_seq_len: int, width: int = 4) -> tuple[int, int]:
-        return conv_kernel.split(SimpleNamespace(batch_size=batch_size, total_seq_len=total_seq_len, conv_width=width))
+    def split(batch_size: int, total_seq_len: int, width: int = 4, itemsize: int = 2) -> tuple[int, int]:
+        sizes = {"batch_size": batch_size, "total_seq_len": total_seq_len, "conv_width": width}
+        return conv_kernel.split(SimpleNamespace(**sizes, qkv=SimpleNamespace(itemsize=itemsize)))
 
     assert [split(10, total) for total in (0, 10, 30, 31, 40, 41, 80, 81)] == [
         *([(3, 32)] * 3),
@@ -285,7 +286,8 @@ def test_splits_follow_the_mean_length() -> None:
         (3, 8),
     ]
     assert split(10, 60, width=8) == (7, 32)
-    assert (split(128, 5000), split(129, 5000), split(0, 7)) == ((3, 8), (3, 32), (3, 8))
+    assert (split(1, 1024), split(1, 1025), split(1, 1025, itemsize=4)) == ((3, 8), (3, 16), (3, 8))
+    assert (split(128, 5000), split(129, 5000), split(0, 7)) == ((3, 16), (3, 32), (3, 8))
 
 
 def test_other_rows_do_not_matter(backend: str) -> None:
@@ -337,6 +339,18 @@ def test_small_batches(backend: str, lengths: tuple[int, ...], gap: int) -> None
         *(call[name] for name in ("qkv", "conv_weight", "conv_state", "slot_idx", "input_row_offsets"))
     )
     assert shape == results[0].shape == (sum(lengths) + 2 * gap, 24)
+
+
+def test_shapes_are_refused_as_calls_are() -> None:
+    call = Conv()
+    five = [call[name] for name in ("qkv", "conv_weight", "conv_state", "slot_idx", "input_row_offsets")]
+    assert ops.gated_delta_conv1d_fwd_shape(*five, bias=call["bias"], activation="silu") == (73, 24)
+    for wrong, words in (
+        ({"bias": call["bias"][1:]}, "bias: expected shape"),
+        ({"activation": "tanh"}, "activation: "),
+    ):
+        with pytest.raises(gdn.GdnError, match=f"^{words}"):
+            ops.gated_delta_conv1d_fwd_shape(*five, **wrong)
 
 
 def test_no_channels(backend: str) -> None:

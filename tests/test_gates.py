@@ -225,6 +225,15 @@ def test_wrong_results_are_refused_before_anything_is_written(cpu_backend: str) 
     np.testing.assert_array_equal(arrays[1], before)
 
 
+def test_the_shape_alone() -> None:
+    arrays = projections(7)
+    assert ops.gated_delta_gates_shape(*arrays) == (7, 24)
+    for place, words in enumerate(("b: expected shape", "b: expected shape", "A_log: ", "dt_bias: ")):
+        wrong = [array[1:] if at == place else array for at, array in enumerate(arrays)]
+        with pytest.raises(gdn.ShapeError, match=f"^{words}"):
+            ops.gated_delta_gates_shape(*wrong)
+
+
 def test_there_are_no_indices_to_check() -> None:
     with pytest.raises(gdn.GdnError, match="op: expected one that takes index arrays, got gated_delta_gates"):
         ops.check_indices(ops.gated_delta_gates, *projections())

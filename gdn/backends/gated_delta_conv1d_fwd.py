@@ -41,6 +41,8 @@ KERNEL = Kernel(
 TOKENS_AT_ONCE = 8
 #: Sequences that a block looks at in one go; with more of them, tiles are longer, so that fewer blocks look.
 _FEW_SEQUENCES = THREADS
+#: Rows of a batch that short tiles make blocks enough of; tiles of wide rows are short in any case.
+_FEW_ROWS = 1024
 
 
 class Split(NamedTuple):
@@ -56,7 +58,9 @@ def split(batch: Conv1dBatch) -> Split:
     for head_tokens in (window_len, 4, 8):
         if head_tokens >= window_len and batch.total_seq_len <= head_tokens * batch.batch_size:
             return Split(head_tokens, 32)
-    return Split(window_len, 8 if batch.batch_size <= _FEW_SEQUENCES else 32)
+    if batch.batch_size > _FEW_SEQUENCES:
+        return Split(window_len, 32)
+    return Split(window_len, 8 if batch.total_seq_len <= _FEW_ROWS or batch.qkv.itemsize == 4 else 16)
 
 
 def num_blocks(inputs: Conv1dInputs, out: Argument | None = None) -> int:

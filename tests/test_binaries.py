@@ -258,6 +258,23 @@ def test_without_a_place_for_the_image_a_kernel_is_compiled(
     assert (cupy.loaded, len(cupy.compiled)) == ([], 1)
 
 
+def test_without_a_place_for_cupy_s_cache_a_kernel_is_compiled(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field case 82: a cache folder that is read-only."""
+    whole = cupy.RawModule
+
+    def raw_module(*, path: str = "", code: str = "", options: tuple[str, ...] = ()) -> SimpleNamespace:
+        if code:
+            raise PermissionError("[Errno 13] Permission denied: '/cache/tmp1'")
+        return whole(path=path)
+
+    monkeypatch.setattr(cupy, "RawModule", raw_module)
+    asked: list[tuple[Variant, str]] = []
+    monkeypatch.setattr(nvrtc, "compile_binary", lambda *given: asked.append(given) or binary(b"compiled"))
+    cuda.load(VARIANT, 0)
+    assert (asked, cupy.loaded) == ([(VARIANT, "sm_86")], [b"compiled"])
+    assert not any(path.exists() for path in cupy.files)
+
+
 def test_a_folder_that_is_none_is_no_matter(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GDN_KERNEL_DIR", str(tmp_path / "missing"))
     cuda.load(VARIANT, 0)
@@ -298,7 +315,8 @@ def test_options_are_those_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_include_no_header_of_a_toolkit() -> None:
-    """So that the folders of headers, which CuPy names and nobody else, change nothing."""
+    """So that the folders of headers, which CuPy names and nobody else, change nothing, and wheels are enough: field
+    case 77, as test_compile.py, which compiles every kernel with nothing else."""
     folder = Path(launch.__file__).parents[2] / "kernels"
     for path in folder.glob("*.cu"):
         assert "#include <" not in launch.source(path.name), path.name

@@ -61,6 +61,11 @@ def served_capabilities() -> tuple[tuple[int, int], ...]:
     return tuple(capability for capability in all_here if capability >= MIN_COMPUTE_CAPABILITY)
 
 
+def _architecture(device: int) -> str:
+    major, minor = _capability(device)
+    return f"sm_{major}{minor}"
+
+
 def _dotted(capability: tuple[int, ...]) -> str:
     return ".".join(str(part) for part in capability)
 
@@ -184,22 +189,30 @@ def _compile(variant: Variant, device: int) -> Any:
             return ready
         try:
             text = source(f"{variant.kernel.stem}.cu")
-            return _function(cupy.RawModule(code=text, options=nvrtc.module_options(variant)), variant)
+            try:
+                return _function(cupy.RawModule(code=text, options=nvrtc.module_options(variant)), variant)
+            except OSError:  # CuPy's cache cannot be written, so do without
+                return _of_image(nvrtc.compile_binary(variant, _architecture(device)).image, variant)
         except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
             raise nvrtc.compile_error(variant, str(error)) from error
 
 
 def _load_ready(variant: Variant, device: int) -> Any | None:
     """The kernel from a binary that was compiled ahead of time, None where no such binary can be used here."""
+    for binary in binaries.find(variant, _capability(device)):
+        with suppress(RuntimeError, OSError):  # a driver may refuse what a later compiler made
+            return _of_image(binary.image, variant)
+    return None
+
+
+def _of_image(image: bytes, variant: Variant) -> Any:
+    """The kernel of an image. The driver gets a file with that alone, which it reads at once."""
     import cupy
 
-    for binary in binaries.find(variant, _capability(device)):
-        # A driver may refuse what a later compiler made. It gets a file with the image alone, which it reads at once.
-        with suppress(RuntimeError, OSError), tempfile.NamedTemporaryFile(prefix="gdn-", suffix=".cubin") as file:
-            file.write(binary.image)
-            file.flush()
-            return _function(cupy.RawModule(path=file.name), variant)
-    return None
+    with tempfile.NamedTemporaryFile(prefix="gdn-", suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        return _function(cupy.RawModule(path=file.name), variant)
 
 
 def _function(module: Any, variant: Variant) -> Any:

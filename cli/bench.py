@@ -23,7 +23,7 @@ from gdn.cli import report
 from gdn.cli.bench_document import as_document
 from gdn.cli.bench_results import show_head, show_results
 from gdn.cli.bench_run import BenchRun, load_baseline
-from gdn.cli.names import Counts, Name, PairOfCounts, Shares
+from gdn.cli.names import Counts, Name, Shares, heads_options
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.ring import MAX_RING_LEN
@@ -51,13 +51,7 @@ _POSITIVE = click.IntRange(min=1)
     "--backend", "backend_names", multiple=True, type=Name("backend", BACKENDS), metavar="NAME", help="Repeatable."
 )
 @click.option("--model", type=Name("model", MODELS), metavar="NAME", help=f"Heads as in this model ({_DEFAULT_MODEL}).")
-@click.option(
-    "--heads",
-    type=PairOfCounts(),
-    metavar="NK,NV",
-    help="Key and value heads in place of the model's, as a tensor-parallel shard has them.",
-)
-@click.option("--head-dims", type=PairOfCounts(), metavar="KD,VD", help="Sizes of a key and a value head.")
+@heads_options("Key and value heads in place of the model's, as a tensor-parallel shard has them.")
 @click.option("--batch", "batches", multiple=True, type=Counts(), metavar="B,...", help="Sequences; not for prefill.")
 @click.option("--window", type=_POSITIVE, default=4, show_default=True, metavar="T", help="Tokens of a verify.")
 @click.option("--ring-len", type=_POSITIVE, metavar="N", help="Records of a ring row, but for loops.")

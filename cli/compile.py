@@ -16,7 +16,7 @@ from gdn.backends import ahead
 from gdn.backends.launch import KERNEL_TYPE
 from gdn.cli import report
 from gdn.cli.compile_results import CompileRun, as_document, show_head, show_results
-from gdn.cli.names import Counts, Name, Names, PairOfCounts
+from gdn.cli.names import Counts, Name, Names, heads_options
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.variants import OPS, Layer
@@ -37,13 +37,7 @@ _TYPE = Name("type", KERNEL_TYPE)
     metavar="NAME",
     help=f"Heads as in this model ({_DEFAULT_MODEL}). Repeatable.",
 )
-@click.option(
-    "--heads",
-    type=PairOfCounts(),
-    metavar="NK,NV",
-    help="Key and value heads in place of the model's, as a tensor-parallel shard has them.",
-)
-@click.option("--head-dims", type=PairOfCounts(), metavar="KD,VD", help="Sizes of a key and a value head.")
+@heads_options("Key and value heads in place of the model's, as a tensor-parallel shard has them.")
 @click.option(
     "--work-dtype",
     "work_dtypes",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _MOST_SHOWN = 12  # names in an error message
 
@@ -115,3 +117,15 @@ class Counts(click.ParamType):  # type: ignore[type-arg] # as above
         if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
             self.fail(f"expected counts of at least 1, with commas between several, got {value!r}", param, ctx)
         return tuple(int(part) for part in parts)
+
+
+def heads_options(help_of_heads: str) -> Callable[[_Command], _Command]:
+    """The options --heads and --head-dims of a command."""
+
+    def add(command: _Command) -> _Command:
+        dims = click.option(
+            "--head-dims", type=PairOfCounts(), metavar="KD,VD", help="Sizes of a key and a value head."
+        )
+        return click.option("--heads", type=PairOfCounts(), metavar="NK,NV", help=help_of_heads)(dims(command))
+
+    return add

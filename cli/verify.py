@@ -15,7 +15,7 @@ import gdn
 from gdn.backends import BACKENDS
 from gdn.backends.launch import KERNEL_TYPE
 from gdn.cli import report
-from gdn.cli.names import Name, PairOfCounts
+from gdn.cli.names import Name, heads_options
 from gdn.cli.verify_results import Run, as_document, show_backends, show_cases, show_results
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
@@ -130,13 +130,7 @@ _CASE = Name(
     help="Draw the random cases from this seed. Case i of a seed is the same whatever N is.",
 )
 @click.option("--model", type=Name("model", MODELS), metavar="NAME", help="Heads as in this model.")
-@click.option(
-    "--heads",
-    type=PairOfCounts(),
-    metavar="NK,NV",
-    help="Key and value heads; with --model in place of the model's, as a tensor-parallel shard has them.",
-)
-@click.option("--head-dims", type=PairOfCounts(), metavar="KD,VD", help="Sizes of a key and a value head.")
+@heads_options("Key and value heads; with --model in place of the model's, as a tensor-parallel shard has them.")
 @click.option("--work-dtype", type=Name("type", KERNEL_TYPE), metavar="TYPE", help="Type of queries, keys and values.")
 @click.option("--state-dtype", type=Name("type", KERNEL_TYPE), metavar="TYPE", help="Type of the pool.")
 @click.option("--fail-fast", is_flag=True, help="Stop at the first case that fails.")

@@ -237,14 +237,21 @@ def empty(shape: tuple[int, ...], dtype: str, place: str, name: str = "out") -> 
         return np.empty(shape, DTYPES[dtype])
     import cupy
 
+    if is_capturing(device_index(place)):
+        raise DeviceError(rejection(name, "an array to write to, which a stream capture does not make", None))
     with in_place(place):
-        try:
-            is_capturing = cupy.cuda.get_current_stream().is_capturing()
-        except RuntimeError:  # as in cuda.is_capturing
-            is_capturing = True
-        if is_capturing:
-            raise DeviceError(rejection(name, "an array to write to, which a stream capture does not make", None))
         return cupy.empty(shape, DTYPES[dtype])
+
+
+def is_capturing(device: int) -> bool:
+    """Whether CuPy's current stream of a device is being captured into a graph, or cannot be asked for one that is."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        try:
+            return bool(cupy.cuda.get_current_stream(device).is_capturing())
+        except RuntimeError:  # a capture that was broken, or one of another stream that the default stream waits for
+            return True
 
 
 def require_float_name(name: str, dtype: Any) -> None:

@@ -39,7 +39,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.launch": ("gdn.errors",),
     "gdn.backends.nvrtc": ("gdn.errors", "gdn.backends.launch"),
     "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
-    "gdn.backends.cuda": ("gdn.errors", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
+    "gdn.backends.cuda": (
+        *("gdn.errors", "gdn.arrays", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
+    ),
     "gdn.backends.ahead": (
         *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),
         *("gdn.backends.nvrtc", "gdn.backends.binaries", "gdn.backends.cuda"),
@@ -100,11 +102,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gdn.testing.compare": ("gdn.errors",),
     "gdn.testing.buffers": (),
+    "gdn.testing.ragged": ("gdn.geometry", "gdn.testing.buffers"),
     "gdn.testing.cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
     "gdn.testing.execute": ("gdn", "gdn.ops", "gdn.arrays", "gdn.testing.[bc]*"),
     "gdn.testing.checks": (
         *("gdn.oracle", "gdn.geometry", "gdn.backends.row_tile", "gdn.backends.recurrence"),
-        *("gdn.testing.[bc]*", "gdn.testing.execute"),
+        *("gdn.testing.[bc]*", "gdn.testing.execute", "gdn.testing.ragged"),
     ),
     "gdn.testing.ring_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.[bc]*"),
     "gdn.testing.ring_device": ("gdn.ops", "gdn.testing.[bc]*", "gdn.testing.execute"),
@@ -135,7 +138,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.testing.conv1d_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
     "gdn.testing.conv1d_checks": (
         *("gdn.ops", "gdn.oracle", "gdn.arrays", "gdn.geometry"),
-        *("gdn.testing.buffers", "gdn.testing.compare", "gdn.testing.conv1d_cases", "gdn.testing.watched"),
+        *("gdn.testing.buffers", "gdn.testing.compare", "gdn.testing.conv1d_cases"),
+        *("gdn.testing.ragged", "gdn.testing.watched"),
     ),
     "gdn.testing.gates_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
     "gdn.testing.gates_checks": (

@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from threading import Lock
 from typing import Any
 
+from gdn.arrays import is_capturing
 from gdn.backends import binaries, nvrtc
 from gdn.backends.launch import Launch, Variant, source
 from gdn.errors import DeviceError, rejection
@@ -149,17 +150,6 @@ class ReadyLaunch:
         if self._device not in _thread.devices:
             self._cuda.runtime.setDevice(self._device)  # allowed in a capture, too
             _thread.devices.add(self._device)
-
-
-def is_capturing(device: int) -> bool:
-    """Whether CuPy's current stream of a device is being captured into a graph, or cannot be asked for one that is."""
-    import cupy
-
-    with cupy.cuda.Device(device):
-        try:
-            return bool(cupy.cuda.get_current_stream(device).is_capturing())
-        except RuntimeError:  # a capture that was broken, or one of another stream that the default stream waits for
-            return True
 
 
 def load(variant: Variant, device: int) -> Any:

@@ -14,15 +14,15 @@ import numpy as np
 from gdn import oracle
 from gdn.backends.recurrence import some_row_tiles
 from gdn.backends.row_tile import forced_row_tile
-from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase
 from gdn.testing.compare import Comparison, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.execute import Layouts, Outcome, execute
+from gdn.testing.ragged import RaggedSubject
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(RaggedSubject):
     """One case on one backend: its arrays, what its call left, and the reference (readout, pool)."""
 
     case: RecurrenceCase
@@ -30,26 +30,6 @@ class Subject:
     arrays: RecurrenceArrays
     outcome: Outcome
     reference: tuple[Array, Array]
-
-    @property
-    def lengths(self) -> Array:
-        """Tokens of each sequence."""
-        return np.asarray(self.case.lengths, np.int64)
-
-    @property
-    def slots(self) -> Array:
-        """Slots as uint32."""
-        return self.arrays.slot_idx.view(np.uint32)
-
-    @property
-    def live(self) -> Array:
-        """Positions of the sequences that have tokens and a slot."""
-        return np.flatnonzero((self.lengths > 0) & (self.slots != PAD_SLOT))
-
-    def rows(self, sequence: int) -> slice:
-        """Token rows of a sequence."""
-        offsets = self.arrays.input_row_offsets
-        return slice(int(offsets[sequence]), int(offsets[sequence + 1]))
 
     def run(self, arrays: RecurrenceArrays) -> Outcome:
         """Another call of the same types, densely laid out."""

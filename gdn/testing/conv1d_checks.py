@@ -16,6 +16,7 @@ from gdn.geometry import PAD_SLOT
 from gdn.testing.buffers import Array
 from gdn.testing.compare import Comparison, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.conv1d_cases import Conv1dArrays, Conv1dCase
+from gdn.testing.ragged import RaggedSubject
 from gdn.testing.watched import run_watched
 
 _DENSE: dict[str, str] = {}
@@ -32,7 +33,7 @@ class Conv1dOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Conv1dSubject:
+class Conv1dSubject(RaggedSubject):
     """One case on one backend: its arrays, what its call left, and the reference (out, pool)."""
 
     case: Conv1dCase
@@ -40,26 +41,6 @@ class Conv1dSubject:
     arrays: Conv1dArrays
     outcome: Conv1dOutcome
     reference: tuple[Array, Array]
-
-    @property
-    def lengths(self) -> Array:
-        """Tokens of each sequence."""
-        return np.asarray(self.case.lengths, np.int64)
-
-    @property
-    def slots(self) -> Array:
-        """Slots as uint32."""
-        return self.arrays.slot_idx.view(np.uint32)
-
-    @property
-    def live(self) -> Array:
-        """Positions of the sequences that have tokens and a slot."""
-        return np.flatnonzero((self.lengths > 0) & (self.slots != PAD_SLOT))
-
-    def rows(self, sequence: int) -> slice:
-        """Token rows of a sequence."""
-        offsets = self.arrays.input_row_offsets
-        return slice(int(offsets[sequence]), int(offsets[sequence + 1]))
 
     def run(self, arrays: Conv1dArrays, *, write_state: bool = True) -> Conv1dOutcome:
         """Another call of the same types and layouts."""

@@ -379,6 +379,7 @@ def test_a_failed_check_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_states_must_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field case 92: a state that a long timing blew up is no result."""
     workload = build_workload(cases("fold", cold=False)[0], CpuMachine("numpy"))
     check_module.check_finite(workload)
     workload.pool[0, 0, 0, 0] = np.inf
@@ -514,6 +515,7 @@ def test_batches_by_list_and_by_repetition() -> None:
     ],
 )
 def test_a_mistake_in_the_usage_ends_with_2(arguments: tuple[str, ...], message: str) -> None:
+    """Field case 16: a batch larger than the pool among them; nothing is launched."""
     result = bench(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""

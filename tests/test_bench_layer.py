@@ -144,6 +144,7 @@ def test_a_rotation_passes_the_cache(regime: str) -> None:
 
 
 def test_what_is_too_small_to_pass_the_cache_is_said_to_be_warm() -> None:
+    """Field case 93: cold or warm is labelled."""
     (case, _) = cases("gates", batches=(1,))
     workload = build_layer_workload(case, CpuMachine("numpy"))
     assert (len(workload.sets), workload.is_cold) == (MAX_LAYER_SETS, False)

@@ -99,6 +99,7 @@ def one_wrong(reference: np.ndarray) -> np.ndarray:
     ],
 )
 def test_every_kind_of_wrong_result_fails(wrong, measure):
+    """Field case 90: zeros, noise, NaN and what else a kernel may leave."""
     reference = reference_array()
     comparison = compare_closely(wrong(reference), reference)
     assert not comparison
@@ -122,7 +123,7 @@ def test_the_worst_element_is_named():
 
 
 def test_one_wrong_element_in_ten_million_fails():
-    """The norm alone is blind to it."""
+    """Field case 90: the norm alone is blind to it."""
     reference = reference_array((10, 1000, 1000)).astype(np.float32)
     actual = reference.copy()
     actual[7, 345, 678] += 0.001

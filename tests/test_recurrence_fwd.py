@@ -136,6 +136,54 @@ def test_a_decay_of_zero_erases_exactly(new_call: type[Call], backend: str) -> N
         assert_passed(bitwise(got[:1], expected[:1], "after erasing", ignore_zero_sign=True))
 
 
+@pytest.mark.parametrize("length", [7, 50, 64, 65, 257])
+def test_a_decay_of_one_is_the_ungated_rule(new_call: type[Call], backend: str, length: int) -> None:
+    """Field case 41: the delta rule without a gate, S += k (beta (v - S k)), written out here on its own."""
+    call = new_call(lengths=(length,))
+    call["decay_per_token"][:] = 1
+    queries, keys, values = np.split(call["qkv_conv_output"].astype(float), [8, 16], axis=1)
+    queries, keys = (x / np.sqrt((x * x).sum(1, keepdims=True) + 1e-6) for x in (queries, keys))
+    states, readout = call["recurrent_state"][0].astype(float), np.empty((length, 2, 8))
+    for t in range(length):
+        for head, state in enumerate(states):
+            error = values[t, 8 * head : 8 * head + 8] - state.T @ keys[t]
+            state += np.outer(keys[t], call["beta_per_token"][t, head] * error)
+            readout[t, head] = state.T @ queries[t] / np.sqrt(8)
+    out, pool = run(call, backend)
+    assert_passed(
+        close(out, readout.reshape(length, 16), storage_tolerance("float32"), "readout"),
+        close(pool[0], states, storage_tolerance("float32"), "state"),
+    )
+
+
+@pytest.mark.parametrize("length", [7, 65])
+def test_beta_zero_keeps_a_state_that_does_not_decay(new_call: type[Call], backend: str, length: int) -> None:
+    """Field case 41: the state keeps its bits."""
+    call = new_call(lengths=(length,))
+    call["decay_per_token"][:], call["beta_per_token"][:] = 1, 0
+    before = call["recurrent_state"].copy()
+    _, pool = run(call, backend)
+    assert_passed(bitwise(pool, before, "pool", ignore_zero_sign=True))
+
+
+@pytest.mark.parametrize("zeros", ["key", "query", "both"])
+def test_keys_and_queries_of_zero(new_call: type[Call], backend: str, zeros: str) -> None:
+    """Field case 46: a key of 0 leaves exactly decay times the state, a query of 0 reads exactly 0."""
+    call = new_call(lengths=(3,))
+    if zeros != "key":
+        call["qkv_conv_output"][:, :8] = 0
+    if zeros != "query":
+        call["qkv_conv_output"][:, 8:16] = 0
+    expected = call["recurrent_state"][0].copy()
+    for decay in call["decay_per_token"]:
+        expected *= decay[:, None, None]
+    out, pool = run(call, backend)
+    if zeros != "key":
+        assert_passed(bitwise(out, np.zeros_like(out), "readout", ignore_zero_sign=True))
+    if zeros != "query":
+        assert_passed(bitwise(pool[0], expected, "state"))
+
+
 # ---- Storage types ----
 
 

@@ -204,7 +204,7 @@ def _near_equal_keys(values: Values, heads: HeadGeometry, random: np.random.Gene
 
 
 def _scaled_rows(values: Values, heads: HeadGeometry, random: np.random.Generator) -> None:
-    """Every row has its own size, so that a row read from the wrong place shows in the values."""
+    """Every row has its own size, so that a row read from the wrong place shows in the values (field case 5)."""
     values["qkv"] *= np.exp(random.uniform(-3, 3, (len(values["qkv"]), 1)))
 
 

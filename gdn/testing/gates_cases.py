@@ -74,7 +74,7 @@ def _named_cases() -> tuple[GatesCase, ...]:
     return (
         GatesCase("gates", 70, 24, inputs="extremes"),
         GatesCase("gates_beta_up_to_2", 70, 24, allow_neg_eigval=True, inputs="extremes"),
-        GatesCase("gates_bfloat16", 70, 32, inputs="extremes", **bfloat16),  # type: ignore[arg-type]
+        GatesCase("gates_bfloat16", 70, 32, inputs="extremes", **bfloat16),  # type: ignore[arg-type]  # as in conv1d_cases
         GatesCase("gates_float16", 9, 5, "float16", "float16", "float16", allow_neg_eigval=True),
         GatesCase("gates_of_one", 1, 1),
         GatesCase("gates_sliced", 33, 8, token_layout="slice", out_layout="slice"),

@@ -302,6 +302,19 @@ def new_fold() -> type[FoldCall]:
 
 
 @pytest.fixture
+def same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a terminal, nor a GPU, nor bandwidths decide what tests of `gdn bench` see."""
+    from gdn.bench.cpu import CpuMachine
+    from gdn.bench.traffic import Ceilings
+
+    ceilings = Ceilings(copy_gb_s=4000.0, read_gb_s=5000.0)
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gdn, "unavailable_backends", lambda: {"cuda": "no GPU in this test"})
+    monkeypatch.setattr(CpuMachine, "measure_ceilings", lambda self: ceilings)
+
+
+@pytest.fixture
 def edit(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
     """Edits a file of `kernels/` as the backends read it: `edit(file_name, (old, new), ...)`."""
     _skip_where_missing("host")

@@ -51,24 +51,12 @@ from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RecurrenceCase
 from gdn.testing.ring_cases import RingCase
 
+pytestmark = pytest.mark.usefixtures("same_everywhere")
+
 SMALL_HEADS = HeadGeometry(1, 2, 8, 16)
 TINY = ("--backend", "numpy", "--heads", "1,2", "--head-dims", "8,8", "--repeats", "3", "--state-dtype", "float32")
 QUICK = (*TINY, "--batch", "2", "--warm")
 CEILINGS = Ceilings(copy_gb_s=4000.0, read_gb_s=5000.0)
-
-
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the caller's terminal nor a GPU decides what these tests see."""
-    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gdn, "unavailable_backends", lambda: {"cuda": "no GPU in this test"})
-
-
-@pytest.fixture(autouse=True)
-def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bandwidths are not what these tests are about."""
-    monkeypatch.setattr(CpuMachine, "measure_ceilings", lambda self: CEILINGS)
 
 
 def bench(*arguments: str) -> Result:

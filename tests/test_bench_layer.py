@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import gdn
 from gdn.backends import numpy_layer
 from gdn.bench import check_layer as check_layer_module
 from gdn.bench.build import MAX_LAYER_SETS, plan_sets
@@ -28,6 +27,8 @@ from gdn.cli.main import main
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RecurrenceCase
 from gdn.testing.ring_cases import RingCase
+
+pytestmark = pytest.mark.usefixtures("same_everywhere")
 
 CEILINGS = Ceilings(copy_gb_s=4000.0, read_gb_s=5000.0)
 HEADS = HeadGeometry(1, 2, 8, 16)  # 48 channels
@@ -47,15 +48,6 @@ class SmallMachine(CpuMachine):
 
     def free_bytes(self) -> int:
         return self.free
-
-
-@pytest.fixture(autouse=True)
-def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a terminal, nor a GPU, nor bandwidths decide what these tests see."""
-    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gdn, "unavailable_backends", lambda: {"cuda": "no GPU in this test"})
-    monkeypatch.setattr(CpuMachine, "measure_ceilings", lambda self: CEILINGS)
 
 
 def bench(*arguments: str) -> Result:

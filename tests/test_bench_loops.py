@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import gdn
 from gdn.backends import numpy as numpy_backend
 from gdn.bench import check_loop as check_loop_module
 from gdn.bench.build import build_workload, plan_sets
@@ -28,18 +27,11 @@ from gdn.bench.workload import Workload
 from gdn.cli.main import main
 from gdn.geometry import HeadGeometry
 
+pytestmark = pytest.mark.usefixtures("same_everywhere")
+
 CEILINGS = Ceilings(copy_gb_s=4000.0, read_gb_s=5000.0)
 TINY = ("--backend", "numpy", "--heads", "1,2", "--head-dims", "8,8", "--repeats", "3", "--state-dtype", "float32")
 QUICK = (*TINY, "--batch", "2", "--warm")
-
-
-@pytest.fixture(autouse=True)
-def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a terminal, nor a GPU, nor bandwidths decide what these tests see."""
-    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gdn, "unavailable_backends", lambda: {"cuda": "no GPU in this test"})
-    monkeypatch.setattr(CpuMachine, "measure_ceilings", lambda self: CEILINGS)
 
 
 def bench(*arguments: str) -> Result:

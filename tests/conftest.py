@@ -30,9 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every kernel variant for every architecture, and run all thread maps on a GPU (an hour)",
     )
+    parser.addoption("--soak", action="store_true", help="also run the tests marked soak (an hour)")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("soak") is not None and not item.config.getoption("--soak"):
+        pytest.skip("runs with --soak")
     if item.get_closest_marker("gpu") is not None:
         _skip_where_missing("cuda")
 

@@ -146,6 +146,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.ops", "gdn.oracle"),
         *("gdn.testing.buffers", "gdn.testing.compare", "gdn.testing.gates_cases", "gdn.testing.watched"),
     ),
+    "gdn.testing.soak": (
+        *("gdn.ops", "gdn.geometry", "gdn.speculative", "gdn.testing.[bc]*"),
+        *("gdn.testing.execute", "gdn.testing.ring_device"),
+    ),
     "gdn.testing.steps_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
     "gdn.testing.steps_layer": (
         *("gdn.ops", "gdn.testing.buffers", "gdn.testing.execute"),

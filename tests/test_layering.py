@@ -85,8 +85,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.numpy_layer", "gdn.backends.gated_delta_*"),
     ),
     "gdn.ops": (
-        *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.calls"),
-        *("gdn.rules", "gdn.layer_rules", "gdn.backends.recurrence"),
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence"),
+        *("gdn.calls", "gdn.rules", "gdn.layer_rules", "gdn.backends.recurrence"),
         *("gdn.backends.gated_delta_conv1d_fwd", "gdn.backends.gated_delta_gates"),
     ),
     "gdn.variants": (

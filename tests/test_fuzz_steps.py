@@ -175,12 +175,11 @@ class Loop(RuleBasedStateMachine):
             self.device.forward(call, self.plain_pool)
             live = self.slots[layer][[len(tokens.qkv) > 0 for tokens in taken]]
             _, expected = oracle.gated_delta_recurrence_fwd(*replace(call, recurrent_state=before).as_tuple())
-            tolerance = storage_tolerance(self.sizes.state_dtype)
-            assert_passed(close(self.device.get(self.plain_pool)[live], expected[live], tolerance, "states"))
             for row, tokens in enumerate(taken):
                 if chosen[row]:
                     self.tokens_in_pool[layer][row] = self.tokens_in_pool[layer][row].then(tokens)
                     unwritten[row] = tokens.first(0)
+            near_the_oracle(self.device.get(self.plain_pool)[live], expected[live], "states")
 
     def plain_readouts(self, windows: Sequence[Sequence[Tokens]]) -> list[list[Array]]:
         """Of the tokens of each layer and row, each row alone (E3), in one call with all that is not in the pool."""
@@ -195,8 +194,7 @@ class Loop(RuleBasedStateMachine):
                 readout = self.device.forward(call, self.device.put(before))
                 expected, _ = oracle.gated_delta_recurrence_fwd(*replace(call, recurrent_state=before).as_tuple())
                 if readout.size:
-                    tolerance = storage_tolerance(self.sizes.work_dtype)
-                    assert_passed(close(readout, expected, tolerance, f"readout of row {row}"))
+                    near_the_oracle(readout, expected, f"readout of row {row}")
                 readouts[layer].append(readout[len(unwritten[row].qkv) :])
         return readouts
 
@@ -238,7 +236,17 @@ class Loop(RuleBasedStateMachine):
         at_once = self.device.put(self.first_pool)
         for layer, tokens in enumerate(self.tokens_in_pool):
             self.device.forward(self.call(layer, tokens, range(len(self.rows)), all_live=True), at_once)
-        assert_passed(same_bytes(self.device.get(self.pool), self.device.get(at_once), "pool of one call"))
+        # The loop's pool had the same bytes behind its last step; behind one that failed it may lag.
+        assert_passed(same_bytes(self.device.get(self.plain_pool), self.device.get(at_once), "pool of one call"))
+
+
+def near_the_oracle(actual: Array, expected: Array, name: str) -> None:
+    """Within one rounding to the type of `actual`, which of subnormal numbers of float16 is one of absolute size."""
+    tolerance = storage_tolerance(actual.dtype.name)
+    if actual.dtype == np.float16:  # so that what lies below its normal numbers altogether is no scale
+        beside = np.full(1, 2.0**-8)
+        actual, expected = (np.concatenate([array.ravel(), beside]) for array in (actual, expected))
+    assert_passed(close(actual, expected, tolerance, name))
 
 
 def state_shape(heads: HeadGeometry) -> tuple[int, int, int]:

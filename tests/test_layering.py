@@ -55,6 +55,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gdn.recurrence",
         "gdn.ring",
     ),
+    "gdn.backends.numpy_chunked": (
+        *("gdn.arrays", "gdn.backends.numpy", "gdn.geometry", "gdn.indices", "gdn.recurrence"),
+    ),
     "gdn.backends.numpy_layer": ("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.indices"),
     "gdn.backends.recurrence": (
         *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence"),

@@ -133,8 +133,7 @@ class ChunkLayout:
     def num_slabs(self) -> int:
         """Slabs that the chunks are split into."""
         room = (MAX_WORKSPACE_BYTES - self._bytes_beside_slab) // PART_ALIGNMENT * PART_ALIGNMENT
-        largest_slab = max(1, room // self.chunk_bytes)
-        return -(-self.max_chunks // largest_slab)
+        return -(-self.max_chunks // max(1, room // self.chunk_bytes))
 
     @cached_property
     def slab_chunks(self) -> int:

@@ -28,19 +28,15 @@ KERNEL = Kernel(
     ),
 )
 _THREADS = 256
-_HEADS_AT_ONCE = 2  # value heads of a group
 
 
 def shared_bytes(layout: ChunkLayout) -> int:
-    """Shared memory of a block, as the kernel lays it out: keys and queries, and what it works in."""
-    terms, chunk_len = layout.operand_terms, layout.chunk_len
-    solvers_and_scores = _HEADS_AT_ONCE * 2 * terms * chunk_len * chunk_len * 2  # in the place of keys and queries
-    num_blocks = chunk_len // 16
-    triangle = 2 * num_blocks * (num_blocks + 1) // 2 * 16 * 16 * 2 + num_blocks * 16 * 16 * 4
-    gates = (4 * chunk_len + 2) * 4
-    norms = 2 * chunk_len * 4
-    total = max(layout.key_image_bytes, solvers_and_scores) + _HEADS_AT_ONCE * (triangle + gates) + norms
-    return -(-total // 16) * 16
+    """Shared memory of a block, as the kernel lays it out: its `Shared`, of two value heads at once."""
+    chunk_len, blocks = layout.chunk_len, layout.chunk_len // 16
+    tiles = max(layout.key_image_bytes, 2 * layout.matrices_bytes)
+    triangle = blocks * (blocks + 1) * 512 + blocks * 1024
+    gates = 4 * 4 * chunk_len + 8
+    return -(-(tiles + 2 * (triangle + gates) + 2 * 4 * chunk_len) // 16) * 16
 
 
 def variant(inputs: RecurrenceInputs, layout: ChunkLayout) -> Variant:

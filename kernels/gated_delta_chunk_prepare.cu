@@ -120,21 +120,19 @@ __device__ __forceinline__ void make_tiles(
             }
         }
         sum = add_across_8_lanes(sum);
-        float left = 0.0f;
-        float scale = 0.0f;
-        if (is_finite(sum)) {
-            const int power = exponent_of(sum) >> 1;  // rounded down
-            scale = whole_power(-power);
-            left = sum == 0.0f ? 0.0f : whole_power(power) * inverse_norm(sum);  // of 0 it would decide all powers
-        } else {  // a sum of finite squares that overflowed makes the inverse norm 0
+        const int power = exponent_of(sum) >> 1;  // rounded down
+        const float scale = whole_power(-power);
+        float left = sum == 0.0f ? 0.0f : whole_power(power) * inverse_norm(sum);  // of 0 it would decide all powers
+        if (__any_sync(0xFFFFFFFFu, !is_finite(sum))) {
+            // A sum of finite squares that overflowed makes the inverse norm 0; anything else makes it NaN.
             float rest = 0.0f;
             #pragma unroll
             for (int i = 0; i < PIECES_OF_LANE; ++i)
                 #pragma unroll
                 for (int j = 0; j < 8; ++j) rest += values[i][j] * 0.0f;
-            left = rest;
+            rest = add_across_8_lanes(rest);
+            if (!is_finite(sum)) left = rest;
         }
-        left = is_finite(sum) ? left : add_across_8_lanes(left);
         #pragma unroll
         for (int i = 0; i < PIECES_OF_LANE; ++i) {
             #pragma unroll

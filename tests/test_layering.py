@@ -112,6 +112,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.oracle", "gdn.geometry", "gdn.backends.row_tile", "gdn.backends.recurrence"),
         *("gdn.testing.[bc]*", "gdn.testing.execute", "gdn.testing.ragged"),
     ),
+    "gdn.testing.chunked_cases": ("gdn.geometry", "gdn.testing.cases"),
+    "gdn.testing.chunked_checks": (
+        *("gdn.ops", "gdn.backends.chunk_layout", "gdn.backends.chunked"),
+        *("gdn.testing.[bc]*", "gdn.testing.execute"),
+    ),
     "gdn.testing.ring_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.[bc]*"),
     "gdn.testing.ring_device": ("gdn.ops", "gdn.testing.[bc]*", "gdn.testing.execute"),
     "gdn.testing.ring_walk": ("gdn.testing.[bc]*", "gdn.testing.ring_cases", "gdn.testing.ring_device"),
@@ -162,7 +167,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.geometry", "gdn.testing.conv1d_cases", "gdn.testing.gates_cases", "gdn.testing.steps_cases"),
     ),
     "gdn.testing.catalogue": (
-        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.ring_cases", "gdn.testing.layer_cases"),
+        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.chunked_cases"),
+        *("gdn.testing.ring_cases", "gdn.testing.layer_cases"),
     ),
     "gdn.testing.sweep": (
         *("gdn.testing.[bc]*", "gdn.testing.ring_c*", "gdn.testing.pending_[cs]*"),

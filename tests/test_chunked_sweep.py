@@ -210,27 +210,13 @@ def with_chunk(**changes: Callable[[Any], Any]) -> Callable[[Part], Part]:
     """Chunks some of whose parts are other ones."""
 
     def broken(load: Part) -> Part:
-        def run(inputs: Any, rows: slice) -> Any:
-            chunk = load(inputs, rows)
+        def run(inputs: Any, rows: slice, chunk_len: int) -> Any:
+            chunk = load(inputs, rows, chunk_len)
             return chunk._replace(**{name: change(chunk) for name, change in changes.items()})
 
         return run
 
     return broken
-
-
-def strays_kept(load: Part) -> Part:
-    """Values that are non-finite stay where they are, in the way of matrix products."""
-
-    def run(inputs: Any, rows: slice) -> Any:
-        chunk, heads = load(inputs, rows), inputs.geometry
-        value = chunk.value.copy()
-        raw = inputs.qkv_conv_output.array[rows, 2 * heads.key_dim :].astype(np.float32)
-        tokens = raw.reshape(len(raw), heads.num_key_heads, heads.group_size, -1)
-        value[:, :, : len(raw)] = np.moveaxis(tokens, 0, 2)
-        return chunk._replace(value=value, is_lost=np.zeros_like(chunk.is_lost))
-
-    return run
 
 
 BROKEN_NUMPY: dict[str, tuple[str, Callable[[Part], Part], ChunkedCase, str]] = {
@@ -251,8 +237,14 @@ BROKEN_NUMPY: dict[str, tuple[str, Callable[[Part], Part], ChunkedCase, str]] = 
     "state of another chunk": ("_advance", first_state_for_all, PLAIN, "oracle"),
     "chunks of the batch": ("_run_row", at_edges_of_the_batch, PLAIN, "E3"),
     "other bits each time": ("_advance", other_bits_each_time, PLAIN, "E5"),
-    "strays in products": ("_load", strays_kept, STRAYS, "strays"),
-    "strays hidden": ("_load", with_chunk(is_lost=lambda chunk: np.zeros_like(chunk.is_lost)), STRAYS, "strays"),
+    "values in products": ("_take_out", lambda _: lambda deltas: np.zeros(deltas.shape, bool), STRAYS, "strays"),
+    "keys and gates hidden": (
+        "_load",
+        with_chunk(is_lost=lambda chunk: np.zeros_like(chunk.is_lost)),
+        STRAYS,
+        "strays",
+    ),
+    "values hidden": ("_take_out", lambda right: lambda deltas: right(deltas) & False, STRAYS, "strays"),
     "strays everywhere": (
         "_load",
         with_chunk(is_lost=lambda chunk: np.broadcast_to(chunk.is_lost.any(), chunk.is_lost.shape)),

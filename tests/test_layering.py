@@ -56,7 +56,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gdn.ring",
     ),
     "gdn.backends.numpy_chunked": (
-        *("gdn.arrays", "gdn.backends.numpy", "gdn.geometry", "gdn.indices", "gdn.recurrence"),
+        *("gdn.arrays", "gdn.backends.chunk_layout", "gdn.backends.numpy"),
+        *("gdn.geometry", "gdn.indices", "gdn.recurrence"),
     ),
     "gdn.backends.numpy_layer": ("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.indices"),
     "gdn.backends.recurrence": (

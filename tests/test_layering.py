@@ -73,6 +73,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.recurrence", "gdn.ring", "gdn.backends.conv1d"),
         *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence", "gdn.backends.ring"),
     ),
+    **dict.fromkeys(
+        (f"gdn.backends.gated_delta_chunk_{part}" for part in ("plan", "prepare", "walk")),
+        (
+            *("gdn.arrays", "gdn.recurrence", "gdn.backends.chunk_layout", "gdn.backends.cuda"),
+            *("gdn.backends.launch", "gdn.backends.recurrence"),
+        ),
+    ),
+    "gdn.backends.chunk_layout": ("gdn.errors", "gdn.geometry"),
+    "gdn.backends.chunked": (
+        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.chunk_layout"),
+        *("gdn.backends.launch", "gdn.backends.numpy", "gdn.backends.numpy_chunked", "gdn.backends.recurrence"),
+        "gdn.backends.gated_delta_*",
+    ),
     "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
     "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends", "gdn.ops"),
     "gdn.plans": ("gdn.arrays", "gdn.backends.cuda"),
@@ -83,6 +96,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.rules": (
         *("gdn.arrays", "gdn.check", "gdn.indices", "gdn.recurrence", "gdn.ring", "gdn.calls"),
         *("gdn.backends.numpy", "gdn.backends.recurrence", "gdn.backends.gated_delta_*"),
+        *("gdn.backends.chunk_layout", "gdn.backends.chunked"),
     ),
     "gdn.layer_rules": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.gates", "gdn.indices", "gdn.calls"),
@@ -98,7 +112,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gdn.layer": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.geometry", "gdn.indices", "gdn.ring"),
-        *("gdn.calls", "gdn.rules", "gdn.layer_rules"),
+        *("gdn.calls", "gdn.rules", "gdn.layer_rules", "gdn.backends.chunked"),
     ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),

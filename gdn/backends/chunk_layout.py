@@ -87,10 +87,14 @@ class ChunkLayout:
         return 2 * self.operand_terms * self.chunk_len * self.padded_key_dim * _OPERAND_BYTES
 
     @cached_property
+    def matrices_bytes(self) -> int:
+        """Two matrices of chunk_len by chunk_len, of a chunk and value head."""
+        return 2 * self.operand_terms * self.chunk_len * self.chunk_len * _OPERAND_BYTES
+
+    @cached_property
     def value_image_bytes(self) -> int:
-        """What else a chunk and value head needs: two matrices of chunk_len by chunk_len, and numbers of each token."""
-        matrices = 2 * self.operand_terms * self.chunk_len * self.chunk_len * _OPERAND_BYTES
-        return matrices + (4 * self.chunk_len + 16) * 4
+        """What else a chunk and value head needs: the matrices, and numbers of each token."""
+        return self.matrices_bytes + (4 * self.chunk_len + 16) * 4
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -133,8 +137,7 @@ class ChunkLayout:
     def num_slabs(self) -> int:
         """Slabs that the chunks are split into."""
         room = (MAX_WORKSPACE_BYTES - self._bytes_beside_slab) // PART_ALIGNMENT * PART_ALIGNMENT
-        largest_slab = max(1, room // self.chunk_bytes)
-        return -(-self.max_chunks // largest_slab)
+        return -(-self.max_chunks // max(1, room // self.chunk_bytes))
 
     @cached_property
     def slab_chunks(self) -> int:

@@ -226,3 +226,5 @@ inline unsigned short float_to_bfloat16_bits(float value) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
     return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
+
+#include "host/tensor_core.h"

@@ -1,0 +1,145 @@
+// The inverse of I + A, A strictly lower triangular, for a chunk: by blocks of 16 x 16.
+//
+// The blocks on the diagonal are inverted by substitution in float32, T_jj = (I + A_jj)^-1. Then, column of blocks by column,
+//
+//   T_ij = -T_ii (A_ij T_jj + ... + A_i,i-1 T_i-1,j)      i = j + 1, j + 2, ...
+//
+// on tensor cores, with two terms each. One warp has a column. It holds transposed blocks: the sums of one product are
+// then the left operand of the next, and blocks of A and T_ii, row by row in memory, are right operands.
+#pragma once
+#include "chunk_workspace.cuh"
+
+constexpr int BLOCKS = CHUNK_LEN / 16;  // of a side
+constexpr int BLOCK_ROW_BYTES = 32;
+constexpr int BLOCK_BYTES = 16 * BLOCK_ROW_BYTES;
+constexpr int TRIANGLE_BLOCKS = BLOCKS * (BLOCKS + 1) / 2;
+constexpr int TRIANGLE_TERM_BYTES = TRIANGLE_BLOCKS * BLOCK_BYTES;
+
+__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+__device__ __forceinline__ int block_number(int row, int column) { return row * (row + 1) / 2 + column; }
+
+// In shared memory: A, and in the end the inverses of its diagonal blocks in their place.
+struct Triangle {
+    alignas(16) unsigned char terms[2 * TRIANGLE_TERM_BYTES];
+    alignas(16) float diagonal[BLOCKS][16][16];  // A_jj in float32
+
+    __device__ __forceinline__ unsigned char* block(int row, int column) {
+        return terms + block_number(row, column) * BLOCK_BYTES;
+    }
+    __device__ __forceinline__ unsigned char* term_word(int block, int row, int column) {
+        return terms + block * BLOCK_BYTES + tile_offset<BLOCK_ROW_BYTES>(row, column / 8) + column % 8 * 2;
+    }
+
+    // A[i, j] and A[i, j + 1], j even.
+    __device__ __forceinline__ void store_pair(int i, int j, float first, float second) {
+        const int row = i / 16;
+        const int column = j / 16;
+        if (row == column) {
+            diagonal[row][i % 16][j % 16] = first;
+            diagonal[row][i % 16][j % 16 + 1] = second;
+            return;
+        }
+        const unsigned int rounded = float16_pair(first, second);
+        unsigned char* const word = term_word(block_number(row, column), i % 16, j % 16);
+        *reinterpret_cast<unsigned int*>(word) = rounded;
+        *reinterpret_cast<unsigned int*>(word + TRIANGLE_TERM_BYTES) = left_over(first, second, rounded);
+    }
+};
+
+// Entries [i, j] and [i, j + 1], j even, of a tile of tokens by tokens.
+__device__ __forceinline__ void store_score_pair(unsigned char* tile, int i, int j, float first, float second) {
+    const unsigned int rounded = float16_pair(first, second);
+    unsigned char* const word = tile + tile_offset<SCORE_ROW_BYTES>(i, j / 8) + j % 8 * 2;
+    *reinterpret_cast<unsigned int*>(word) = rounded;
+    if constexpr (OPERANDS == 2)
+        *reinterpret_cast<unsigned int*>(word + SCORE_TERM_BYTES) = left_over(first, second, rounded);
+}
+
+// Put the inverse of I + A_jj, in two terms, where A_jj would lie. By a half-warp, a lane for each column.
+__device__ __forceinline__ void invert_block(Triangle& triangle, int j) {
+    const int column = static_cast<int>(threadIdx.x) % 16;
+    float inverse[16];
+    #pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        float sum = i == column ? 1.0f : 0.0f;
+        #pragma unroll
+        for (int k = 0; k < i; ++k) sum = fmaf(-triangle.diagonal[j][i][k], inverse[k], sum);
+        inverse[i] = sum;
+    }
+    #pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const unsigned int rounded = float16_pair(inverse[i], 0.0f);
+        unsigned char* const word = triangle.term_word(block_number(j, j), i, column);
+        *reinterpret_cast<unsigned short*>(word) = static_cast<unsigned short>(rounded);
+        *reinterpret_cast<unsigned short*>(word + TRIANGLE_TERM_BYTES) =
+            static_cast<unsigned short>(left_over(inverse[i], 0.0f, rounded));
+    }
+}
+
+// Columns 16 j to 16 j + 15 of the solver T diag(beta) * unit, from the finished triangle, into its tile. By a warp.
+__device__ __forceinline__ void solve_column(
+    Triangle& triangle, int j, const float* beta, float unit, unsigned char* solver) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float scales[2] = {beta[16 * j + lane / 4] * unit, beta[16 * j + lane / 4 + 8] * unit};
+    // Of a transposed block, lane / 4 is the column of T: entries of a pair lie in neighbouring rows of the tile.
+    const auto store = [&](int i, int half, int side, float first, float second) {
+        const int row = 16 * i + 8 * side + lane % 4 * 2;
+        const int column = 16 * j + 8 * half + lane / 4;
+        #pragma unroll
+        for (int next = 0; next < 2; ++next) {
+            const float value = (next == 0 ? first : second) * scales[half];
+            const unsigned int rounded = float16_pair(value, 0.0f);
+            unsigned char* const word = solver + tile_offset<SCORE_ROW_BYTES>(row + next, column / 8) + column % 8 * 2;
+            *reinterpret_cast<unsigned short*>(word) = static_cast<unsigned short>(rounded);
+            if constexpr (OPERANDS == 2)
+                *reinterpret_cast<unsigned short*>(word + SCORE_TERM_BYTES) =
+                    static_cast<unsigned short>(left_over(value, 0.0f, rounded));
+        }
+    };
+    LeftOperand<2> column[BLOCKS];  // T_ij transposed; entries before j are never used
+    #pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+        float sums[2][4] = {};
+        if (i == j) {
+            load_rows<BLOCK_ROW_BYTES>(column[i], triangle.block(j, j), TRIANGLE_TERM_BYTES, 0, 0);
+            #pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                const unsigned int high = column[i].words[0][word];
+                const unsigned int low = column[i].words[1][word];
+                const auto value = [&](int shift) {
+                    return float16_bits_to_float(static_cast<unsigned short>(high >> shift)) +
+                           float16_bits_to_float(static_cast<unsigned short>(low >> shift));
+                };
+                sums[word / 2][word % 2 * 2] = value(0);
+                sums[word / 2][word % 2 * 2 + 1] = value(16);
+            }
+        } else if (i > j) {
+            float partial[2][4] = {};
+            #pragma unroll
+            for (int k = 0; k < i; ++k) {
+                if (k < j) continue;
+                RightOperands<2> right;
+                load_rows<BLOCK_ROW_BYTES>(right, triangle.block(i, k), TRIANGLE_TERM_BYTES, 0, 0);
+                right.multiply(partial[0], column[k], 0);
+                right.multiply(partial[1], column[k], 1);
+            }
+            LeftOperand<2> left;
+            left.set(partial[0], partial[1]);
+            RightOperands<2> right;
+            load_rows<BLOCK_ROW_BYTES>(right, triangle.block(i, i), TRIANGLE_TERM_BYTES, 0, 0);
+            right.multiply(sums[0], left, 0);
+            right.multiply(sums[1], left, 1);
+            #pragma unroll
+            for (int side = 0; side < 2; ++side)
+                #pragma unroll
+                for (int word = 0; word < 4; ++word) sums[side][word] = -sums[side][word];
+            column[i].set(sums[0], sums[1]);
+        }
+        #pragma unroll
+        for (int side = 0; side < 2; ++side)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                store(i, half, side, sums[side][2 * half], sums[side][2 * half + 1]);
+    }
+}

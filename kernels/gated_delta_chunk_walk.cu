@@ -1,0 +1,394 @@
+// gated_delta_chunk_walk: the states and readouts of a slab's chunks, from what gated_delta_chunk_prepare made of them.
+//
+// Per row and value head, chunk after chunk, with S the state before the chunk, K, Q, T, P, r, s and G as there (T with beta):
+//   1. R = V - exp(G) r (K S)         2. V' = T R, the delta factors of the chunk's tokens
+//   3. out = s (exp(G) (Q S) + P V')  4. S <- exp(G_last) S + K^T (exp(G_last - G) r V')
+// The first state comes from the pool, or where the row began in an earlier slab from `carry_in`; the last goes to the
+// pool, rounded, or where the row goes on to `carry_out`.
+//
+// A warp has 16 columns of the state for the whole piece of a row, transposed, as sums of products (tensor_core.cuh). So
+// S, R and V' are left operands without leaving the registers, and keys, queries, T and P are right operands.
+//
+// Operands are float16, so powers of two are taken out of each column: of S its largest element's, of R and V' the larger
+// one of the chunk's values and S. The sums stay float32, S as 2^state_power times what the registers hold. A column
+// whose values or state are not finite is NaN from the first token on where that is so, and 0 in all products.
+//
+// MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM: multiples of 32 up to 256; CHUNK_LEN: 64 or 32; OPERAND_TERMS: 1 or 2
+//            WORK_TYPE (qkv), STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16; IS_PACKED: unused here
+//            WALK_STAGES: 1 or 2, chunks in shared memory; SHARED_BYTES of a block
+// BLOCK      128 threads for tiles of 64 columns where VALUE_HEAD_DIM is a multiple of 64, else 64 for 32
+// GRID       any number of blocks: they share the pieces, value heads and tiles
+// SHAPES     qkv_conv_output [total_seq_len, conv_dim]; recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM,
+//            VALUE_HEAD_DIM]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]; carry_in, carry_out [num_value_heads,
+//            KEY_HEAD_DIM, VALUE_HEAD_DIM]; chunk_plan, slab: chunk_workspace.cuh
+// MUTATES    slots of rows that end here; rows of out; carry_out
+// CALLER     carry_in and carry_out are two arrays
+#include "chunk_pieces.cuh"
+
+constexpr int TILE_COLUMNS = VALUE_HEAD_DIM % 64 == 0 ? 64 : 32;
+constexpr int NUM_THREADS = TILE_COLUMNS * 2;
+constexpr int NUM_TILES = VALUE_HEAD_DIM / TILE_COLUMNS;
+constexpr int TOKEN_TILES = CHUNK_LEN / 8;
+constexpr int KEY_TILES = KEY_HEAD_DIM / 8;
+constexpr int STAGE_BYTES = KEY_HEAD_BYTES + VALUE_HEAD_BYTES;
+static_assert(WALK_STAGES * STAGE_BYTES <= SHARED_BYTES, "SHARED_BYTES");
+
+// Sums of products: 16 columns of the value head (rows group and group + 8) by tokens, or by keys.
+using TokenSums = float[TOKEN_TILES][4];
+using ChunkOperand = LeftOperand<OPERANDS>[CHUNK_LEN / 16];
+
+// A stage of shared memory: what the slab has of one chunk for a value head.
+struct Stage {
+    unsigned char* bytes;
+
+    __device__ __forceinline__ const unsigned char* keys() const { return bytes; }
+    __device__ __forceinline__ const unsigned char* queries() const { return bytes + OPERANDS * KEY_TERM_BYTES; }
+    __device__ __forceinline__ const unsigned char* solver() const { return bytes + KEY_HEAD_BYTES; }
+    __device__ __forceinline__ const unsigned char* scores() const { return solver() + OPERANDS * SCORE_TERM_BYTES; }
+    __device__ __forceinline__ const ChunkScalars& scalars() const {
+        return *reinterpret_cast<const ChunkScalars*>(solver() + SCALARS_OFFSET);
+    }
+
+    __device__ __forceinline__ void start_copies(const unsigned char* key_head, const unsigned char* value_head) const {
+        for (int i = static_cast<int>(threadIdx.x) * 16; i < KEY_HEAD_BYTES; i += NUM_THREADS * 16)
+            start_copy_16<0, 0>(bytes + i, key_head + i);
+        for (int i = static_cast<int>(threadIdx.x) * 16; i < VALUE_HEAD_BYTES; i += NUM_THREADS * 16)
+            start_copy_16<0, 0>(bytes + KEY_HEAD_BYTES + i, value_head + i);
+    }
+};
+
+// What the lanes of a column have in common: of its rows `group` and `group + 8`.
+struct ColumnPair {
+    float first;
+    float second;
+};
+
+// The largest magnitude in each of a lane's two columns; infinite or NaN bits count as the largest of all.
+template <int TILES>
+__device__ __forceinline__ ColumnPair largest_of(const float (&values)[TILES][4]) {
+    unsigned int first = 0, second = 0;
+    #pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            first = max(first, __float_as_uint(values[tile][i]) & 0x7FFFFFFFu);
+            second = max(second, __float_as_uint(values[tile][2 + i]) & 0x7FFFFFFFu);
+        }
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        first = max(first, __shfl_xor_sync(0xFFFFFFFFu, first, distance));
+        second = max(second, __shfl_xor_sync(0xFFFFFFFFu, second, distance));
+    }
+    return {__uint_as_float(first), __uint_as_float(second)};
+}
+
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < __uint_as_float(0x7F800000u); }
+
+// ---- The state of a warp: 16 columns by all keys ----
+
+struct ColumnState {
+    float sums[KEY_TILES][4];
+    int power[2];   // of the two columns: the state is 2^power times the sums
+    bool is_bad[2];  // NaN, and 0 in the sums
+
+    template <typename Visit>
+    __device__ __forceinline__ void for_each(const Visit& visit) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        #pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
+    }
+
+    // From [KEY_HEAD_DIM, VALUE_HEAD_DIM] in memory, `source` being the lane's first column.
+    template <typename Stored>
+    __device__ __forceinline__ void load(const Stored* source) {
+        for_each([&](int key, int half, float& sum) { sum = to_float(source[key * VALUE_HEAD_DIM + 8 * half]); });
+        power[0] = power[1] = 0;
+        const ColumnPair largest = largest_of(sums);
+        is_bad[0] = !is_finite(largest.first);
+        is_bad[1] = !is_finite(largest.second);
+        for_each([&](int, int half, float& sum) { sum = is_bad[half] ? 0.0f : sum; });
+    }
+
+    template <typename Stored>
+    __device__ __forceinline__ void store(Stored* target) {
+        const float scales[2] = {whole_power(power[0]), whole_power(power[1])};
+        for_each([&](int key, int half, float& sum) {
+            const float value = is_bad[half] ? __uint_as_float(0x7FFFFFFFu) : sum * scales[half];
+            from_float(value, target[key * VALUE_HEAD_DIM + 8 * half]);
+        });
+    }
+};
+
+// ---- A chunk ----
+
+// The powers of two of a lane's two columns in one chunk.
+struct ColumnPowers {
+    int sums;    // taken out of what the registers hold of the state
+    int state;   // of the state as an operand, in all
+    int values;  // taken out of values, R and V'
+};
+
+__device__ __forceinline__ ColumnPowers column_powers(float largest_sum, int state_power, float largest_value) {
+    const int sums = exponent_of(largest_sum);
+    const int state = state_power + sums;
+    int values = exponent_of(largest_value);
+    if (largest_sum > 0.0f && (state > values || largest_value == 0.0f)) values = state;
+    values = values < -100 ? -100 : values;
+    return {sums, state, values};
+}
+
+// sums = K S or Q S, transposed, of the state with the columns' powers taken out. (Both at once would read the state once
+// less, and need more registers than a thread has.)
+__device__ __forceinline__ void multiply_state(
+    TokenSums& products, const ColumnState& state, const ColumnPowers (&powers)[2], const unsigned char* tiles) {
+    const float scales[2] = {whole_power(-powers[0].sums), whole_power(-powers[1].sums)};
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) products[tile][i] = 0.0f;
+    #pragma unroll
+    for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) {
+        LeftOperand<OPERANDS> left;
+        #pragma unroll
+        for (int word = 0; word < 4; ++word) {
+            const float(&sums)[4] = state.sums[2 * step + word / 2];
+            left.set(word, sums[word % 2 * 2] * scales[word % 2], sums[word % 2 * 2 + 1] * scales[word % 2]);
+        }
+        #pragma unroll
+        for (int pair = 0; pair < TOKEN_TILES / 2; ++pair) {
+            RightOperands<OPERANDS> right;
+            load_rows<KEY_ROW_BYTES>(right, tiles + step / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, 16 * pair, step % 4 * 2);
+            right.multiply(products[2 * pair], left, 0);
+            right.multiply(products[2 * pair + 1], left, 1);
+        }
+    }
+}
+
+// sums += operand * tile^T, the tile lower triangular: solver or scores.
+__device__ __forceinline__ void multiply_triangle(TokenSums& sums, const ChunkOperand& operand, const unsigned char* tile) {
+    #pragma unroll
+    for (int step = 0; step < CHUNK_LEN / 16; ++step)
+        #pragma unroll
+        for (int pair = step; pair < TOKEN_TILES / 2; ++pair) {
+            RightOperands<OPERANDS> right;
+            load_rows<SCORE_ROW_BYTES>(right, tile, SCORE_TERM_BYTES, 16 * pair, 2 * step);
+            right.multiply(sums[2 * pair], operand[step], 0);
+            right.multiply(sums[2 * pair + 1], operand[step], 1);
+        }
+}
+
+// Call visit(token, half, sum) for what a lane holds.
+template <typename Visit>
+__device__ __forceinline__ void for_each_token(TokenSums& sums, const Visit& visit) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
+}
+
+__device__ __forceinline__ void make_operand(ChunkOperand& operand, const TokenSums& sums) {
+    #pragma unroll
+    for (int step = 0; step < CHUNK_LEN / 16; ++step) operand[step].set(sums[2 * step], sums[2 * step + 1]);
+}
+
+// The first token of each of a lane's columns that is NaN, as are all after it. Values from there on become 0.
+__device__ __forceinline__ void set_bad_apart(
+    TokenSums& values, ColumnState& state, int num_good, ColumnPair& largest, int (&first_bad)[2]) {
+    const bool is_bad = !is_finite(largest.first) || !is_finite(largest.second) || num_good < CHUNK_LEN;
+    first_bad[0] = state.is_bad[0] ? 0 : CHUNK_LEN;
+    first_bad[1] = state.is_bad[1] ? 0 : CHUNK_LEN;
+    if (!__any_sync(0xFFFFFFFFu, is_bad)) return;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) first_bad[half] = min(first_bad[half], num_good);
+    for_each_token(values, [&](int token, int half, float& value) {
+        if (!is_finite(value)) first_bad[half] = min(first_bad[half], token);
+    });
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        #pragma unroll
+        for (int distance = 1; distance <= 2; distance *= 2)
+            first_bad[half] = min(first_bad[half], __shfl_xor_sync(0xFFFFFFFFu, first_bad[half], distance));
+        state.is_bad[half] = first_bad[half] < CHUNK_LEN;
+    }
+    for_each_token(values, [&](int token, int half, float& value) { value = token < first_bad[half] ? value : 0.0f; });
+    largest = largest_of(values);
+}
+
+struct ChunkTokens {
+    const WORK_TYPE* value;  // of the chunk's first token and the lane's first column
+    long long value_token_stride;
+    long long value_channel_stride;
+    OUT_TYPE* out;
+    long long out_token_stride;
+    long long out_channel_stride;
+    int length;
+};
+
+// Run one chunk: its readout, and the state behind it.
+__device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens& tokens, const Stage& stage) {
+    const ChunkScalars& scalars = stage.scalars();
+    TokenSums values;
+    for_each_token(values, [&](int token, int half, float& value) {
+        value = token < tokens.length ? to_float(tokens.value[token * tokens.value_token_stride +
+                                                              8 * half * tokens.value_channel_stride])
+                                      : 0.0f;
+    });
+    const ColumnPair largest_sum = largest_of(state.sums);
+    ColumnPair largest_value = largest_of(values);
+    int first_bad[2];
+    set_bad_apart(values, state, scalars.num_good, largest_value, first_bad);
+    const ColumnPowers powers[2] = {column_powers(largest_sum.first, state.power[0], largest_value.first),
+                                    column_powers(largest_sum.second, state.power[1], largest_value.second)};
+    TokenSums products;  // first the memory, then the readout
+    multiply_state(products, state, powers, stage.keys());
+
+    // R, then V' = T R
+    const float memory_scales[2] = {whole_power(powers[0].state - powers[0].values),
+                                    whole_power(powers[1].state - powers[1].values)};
+    const float value_scales[2] = {whole_power(-powers[0].values), whole_power(-powers[1].values)};
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float memory = products[tile][i] * memory_scales[i / 2];
+            values[tile][i] = fmaf(-scalars.decayed_key[8 * tile + lane % 4 * 2 + i % 2], memory,
+                                   values[tile][i] * value_scales[i / 2]);
+        }
+    ChunkOperand operand;
+    make_operand(operand, values);
+    TokenSums deltas = {};
+    multiply_triangle(deltas, operand, stage.solver());
+
+    // The readout: out = 2^readout_power query (...)
+    const int common_power = scalars.solve_power + scalars.score_power;
+    const float readout_scales[2] = {whole_power(powers[0].state - powers[0].values - common_power),
+                                     whole_power(powers[1].state - powers[1].values - common_power)};
+    multiply_state(products, state, powers, stage.queries());
+    for_each_token(products, [&](int token, int half, float& sum) {
+        sum *= scalars.decayed[token] * readout_scales[half];
+    });
+    make_operand(operand, deltas);
+    multiply_triangle(products, operand, stage.scores());
+    const float out_scales[2] = {whole_power(powers[0].values + common_power), whole_power(powers[1].values + common_power)};
+    for_each_token(products, [&](int token, int half, float& sum) {
+        if (token >= tokens.length) return;
+        const float value = token < first_bad[half] ? sum * (scalars.query[token] * out_scales[half])
+                                                    : __uint_as_float(0x7FFFFFFFu);
+        from_float(value, tokens.out[token * tokens.out_token_stride + 8 * half * tokens.out_channel_stride]);
+    });
+
+    // The state: what it holds is in units of the deltas' operand from here on.
+    const int update_power = scalars.solve_power + scalars.update_power;
+    float decays[2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int power = powers[half].values + update_power;
+        decays[half] = scalars.decay * whole_power(state.power[half] - power);
+        state.power[half] = power;
+    }
+    state.for_each([&](int, int half, float& sum) { sum *= decays[half]; });
+    for_each_token(deltas, [&](int token, int, float& sum) { sum *= scalars.update[token]; });
+    make_operand(operand, deltas);
+    #pragma unroll
+    for (int step = 0; step < CHUNK_LEN / 16; ++step)
+        #pragma unroll
+        for (int pair = 0; pair < KEY_TILES / 2; ++pair) {
+            RightOperands<OPERANDS> right;
+            load_block<KEY_ROW_BYTES>(right, stage.keys() + pair / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, 16 * step,
+                                      pair % 4 * 2);
+            right.multiply(state.sums[2 * pair], operand[step], 0);
+            right.multiply(state.sums[2 * pair + 1], operand[step], 1);
+        }
+}
+
+// ---- A piece of a row ----
+
+struct Walk {
+    const WORK_TYPE* qkv_conv_output;
+    long long qkv_token_stride;
+    long long qkv_channel_stride;
+    STATE_TYPE* recurrent_state;
+    long long state_slot_stride;
+    OUT_TYPE* out;
+    long long out_token_stride;
+    long long out_channel_stride;
+    const float* carry_in;
+    float* carry_out;
+    ChunkSlab slab;
+};
+
+__device__ __forceinline__ void walk_piece(
+    const Walk& walk, const ChunkPlan& plan, const RowPiece& piece, unsigned int first_chunk, long long value_head,
+    int tile, unsigned char* shared) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int column = tile * TILE_COLUMNS + static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
+    const long long key_head = value_head / walk.slab.group_size;
+    const long long head_offset = value_head * KEY_HEAD_DIM * VALUE_HEAD_DIM + column;
+    const long long channel = value_head * VALUE_HEAD_DIM + column;
+    const long long value_channel = 2 * walk.slab.num_key_heads * KEY_HEAD_DIM + channel;
+    STATE_TYPE* const pool = walk.recurrent_state + plan.slot(piece.row) * walk.state_slot_stride + head_offset;
+    const auto stage = [&](unsigned int chunk) { return Stage{shared + (chunk % WALK_STAGES) * STAGE_BYTES}; };
+    const auto start = [&](unsigned int chunk) {
+        const long long place = chunk - first_chunk;
+        stage(chunk).start_copies(walk.slab.key_head(place, key_head), walk.slab.value_head(place, value_head));
+    };
+
+    __syncthreads();  // all are done with what the shared memory held
+    start(piece.begin);
+    ColumnState state;
+    if (piece.is_first) {
+        state.load(pool);
+    } else {
+        state.load(walk.carry_in + head_offset);
+    }
+    for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
+        wait_for_copies();
+        __syncthreads();
+        if (WALK_STAGES == 2 && chunk + 1 < piece.end) start(chunk + 1);
+        const long long token = plan.token(chunk);
+        const ChunkTokens tokens = {
+            walk.qkv_conv_output + token * walk.qkv_token_stride + value_channel * walk.qkv_channel_stride,
+            walk.qkv_token_stride,
+            walk.qkv_channel_stride,
+            walk.out + token * walk.out_token_stride + channel * walk.out_channel_stride,
+            walk.out_token_stride,
+            walk.out_channel_stride,
+            plan.length(chunk)};
+        run_chunk(state, tokens, stage(chunk));
+        if (WALK_STAGES == 1 && chunk + 1 < piece.end) {
+            __syncthreads();
+            start(chunk + 1);
+        }
+    }
+    if (piece.is_last) {
+        state.store(pool);
+    } else {
+        state.store(walk.carry_out + head_offset);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_walk(
+    const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
+    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
+    OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
+    const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
+    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_chunk,
+    long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
+    unsigned char* const shared = launch_shared_memory<SHARED_BYTES>();
+    const ChunkPlan plan = {chunk_plan, max_chunks};
+    const SlabPieces pieces(plan, first_chunk, slab_chunks);
+    const Walk walk = {qkv_conv_output, qkv_token_stride, qkv_channel_stride, recurrent_state, state_slot_stride,
+                       out, out_token_stride, out_channel_stride, carry_in, carry_out,
+                       {slab, num_key_heads, group_size}};
+    const unsigned int tiles_of_piece = static_cast<unsigned int>(num_key_heads * group_size * NUM_TILES);
+    const unsigned long long num_items = static_cast<unsigned long long>(pieces.num_pieces) * tiles_of_piece;
+    for (unsigned long long item = blockIdx.x; item < num_items; item += gridDim.x) {
+        const unsigned int tile = static_cast<unsigned int>(item % tiles_of_piece);
+        walk_piece(walk, plan, pieces.piece(plan, static_cast<unsigned int>(item / tiles_of_piece)),
+                   static_cast<unsigned int>(first_chunk), tile / NUM_TILES, static_cast<int>(tile % NUM_TILES), shared);
+    }
+}

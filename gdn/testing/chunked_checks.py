@@ -81,7 +81,7 @@ def _by(algorithm: str, **keywords: Any) -> Callable[..., Any]:
 
 def auto_takes_the_better(subject: ChunkedSubject) -> Iterator[Comparison]:
     """auto: long rows have the bits of chunked, short ones those of recurrent, all in one call."""
-    if not subject.live.size:
+    if len({int(length) >= MIN_CHUNKED_LEN for length in subject.lengths[subject.live]}) < 2:
         return
     auto = subject.run_as("auto", subject.arrays)
     recurrent = subject.run_as("recurrent", subject.arrays)
@@ -220,3 +220,13 @@ CHUNKED_CHECKS: dict[str, _Check] = {
     "E3": batch_independence,
     "E5": repeats,
 }
+
+#: The checks of a case of special values: those that values decide.
+_CHECKS_OF_VALUES = ("oracle", "untouched", "edges")
+
+
+def chunked_checks_of(case: ChunkedCase) -> dict[str, _Check]:
+    """The checks to run for a case."""
+    if case.inputs == "model":
+        return CHUNKED_CHECKS
+    return {name: CHUNKED_CHECKS[name] for name in _CHECKS_OF_VALUES}

@@ -152,8 +152,18 @@ class _Stray:
     stays: bool = True
 
 
+_BESIDE_A_STRAY = Tolerance(
+    relative_norm=1e-5,
+    max_element=1e-4,
+    reason=(
+        "the powers of two taken out of a chunk are those of its finite tokens, so that without one of them other "
+        "operands may be too small for a second term"
+    ),
+)
+
+
 def strays(subject: ChunkedSubject) -> Iterator[Comparison]:
-    """strays: a non-finite token changes no bit before it, and nothing beyond its head or column."""
+    """strays: a non-finite token changes no bit of chunks before it, and nothing but itself and what follows it."""
     if not subject.case.has_strays:
         return
     chunk_len = chunk_len_of(subject.case)
@@ -189,12 +199,15 @@ def _stays_within_reach(subject: ChunkedSubject, stray: _Stray, place: int) -> I
     out, expected = outcome.out.reshape(shape), subject.outcome.out.reshape(shape).copy()
     state, expected_state = outcome.recurrent_state[slot], subject.outcome.recurrent_state[slot].copy()
     name = f"{stray.name} at {place}"
-    before, others = slice(rows.start, rows.start + place), np.ones(len(out), bool)
+    at, chunk = rows.start + place, rows.start + place // chunk_len_of(case) * chunk_len_of(case)
+    if chunk > rows.start:
+        yield bitwise(out[rows.start : chunk], expected[rows.start : chunk], f"{name}: readout of chunks before it")
+    yield close(out[chunk:at], expected[chunk:at], _BESIDE_A_STRAY, f"{name}: readout before it in its chunk")
+    others = np.ones(len(out), bool)
     others[rows] = False
-    yield bitwise(out[before], expected[before], f"{name}: readout before it")
     yield bitwise(out[others], expected[others], f"{name}: readout of other sequences")
 
-    behind = slice(before.stop, rows.stop) if stray.stays else slice(before.stop, before.stop + 1)
+    behind = slice(at, rows.stop if stray.stays else at + 1)
     reached = out[behind, stray.heads, stray.columns]
     yield bitwise(np.isfinite(reached), np.zeros(reached.shape, bool), f"{name}: readout from it on, finite")
     out = out.copy()

@@ -193,7 +193,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.bench": (),
     "gdn.bench.timing": (),
     "gdn.bench.cases": ("gdn.geometry", "gdn.testing.*"),
-    "gdn.bench.case_lists": ("gdn.errors", "gdn.ring", "gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.case_lists": (
+        *("gdn.errors", "gdn.ring", "gdn.backends.chunk_layout", "gdn.bench.cases", "gdn.testing.*"),
+    ),
     "gdn.bench.loops": ("gdn.speculative", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.bench.loops", "gdn.testing.*"),
     "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
@@ -204,7 +206,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.timing", "gdn.bench.values"),
     ),
     "gdn.bench.build": (
-        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.testing.*"),
+        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.backends.chunked", "gdn.testing.*"),
         *("gdn.bench.cases", "gdn.bench.loops", "gdn.bench.machine", "gdn.bench.tables", "gdn.bench.traffic"),
         *("gdn.bench.values", "gdn.bench.workload"),
     ),

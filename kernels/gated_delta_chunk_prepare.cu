@@ -124,7 +124,7 @@ __device__ __forceinline__ void make_tiles(
         if (is_finite(sum)) {
             const int power = exponent_of(sum) >> 1;  // rounded down
             scale = whole_power(-power);
-            left = whole_power(power) * inverse_norm(sum);
+            left = sum == 0.0f ? 0.0f : whole_power(power) * inverse_norm(sum);  // of 0 it would decide all powers
         } else {  // a sum of finite squares that overflowed makes the inverse norm 0
             float rest = 0.0f;
             #pragma unroll

@@ -91,16 +91,16 @@ struct ColumnState {
     int power[2];   // of the two columns: the state is 2^power times the sums
     bool is_bad[2];  // NaN, and 0 in the sums
 
+    // Calls visit(key, half, sum), the key counted from the lane's first.
     template <typename Visit>
     __device__ __forceinline__ void for_each(const Visit& visit) {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
         #pragma unroll
         for (int tile = 0; tile < KEY_TILES; ++tile)
             #pragma unroll
-            for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
+            for (int i = 0; i < 4; ++i) visit(8 * tile + i % 2, i / 2, sums[tile][i]);
     }
 
-    // From [KEY_HEAD_DIM, VALUE_HEAD_DIM] in memory, `source` being the lane's first column.
+    // From [KEY_HEAD_DIM, VALUE_HEAD_DIM] in memory, `source` being the lane's first key and column.
     template <typename Stored>
     __device__ __forceinline__ void load(const Stored* source) {
         for_each([&](int key, int half, float& sum) { sum = to_float(source[key * VALUE_HEAD_DIM + 8 * half]); });
@@ -139,52 +139,81 @@ __device__ __forceinline__ ColumnPowers column_powers(float largest_sum, int sta
     return {sums, state, values};
 }
 
-// sums = K S or Q S, transposed, of the state with the columns' powers taken out. (Both at once would read the state once
-// less, and need more registers than a thread has.)
-__device__ __forceinline__ void multiply_state(
-    TokenSums& products, const ColumnState& state, const ColumnPowers (&powers)[2], const unsigned char* tiles) {
-    const float scales[2] = {whole_power(-powers[0].sums), whole_power(-powers[1].sums)};
-    #pragma unroll
-    for (int tile = 0; tile < TOKEN_TILES; ++tile)
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) products[tile][i] = 0.0f;
-    #pragma unroll
-    for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) {
-        LeftOperand<OPERANDS> left;
+// Products are made for as many tokens at once as registers allow, and keep tensor cores busy.
+constexpr int PAIRS_AT_ONCE = KEY_HEAD_DIM <= 128 ? 2 : 1;  // of token tiles
+constexpr int TILES_AT_ONCE = 2 * PAIRS_AT_ONCE;
+using SomeSums = float[TILES_AT_ONCE][4];
+
+// The state of a warp as the left operand of its products, with the columns' powers taken out.
+struct RoundedState {
+    static constexpr bool IS_KEPT = KEY_HEAD_DIM * OPERANDS <= 128;  // or made again for each product
+    LeftOperand<OPERANDS> steps[IS_KEPT ? KEY_HEAD_DIM / 16 : 1];
+    float scales[2];
+
+    __device__ __forceinline__ RoundedState(const ColumnState& state, const ColumnPowers (&powers)[2]) {
+        scales[0] = whole_power(-powers[0].sums);
+        scales[1] = whole_power(-powers[1].sums);
+        if constexpr (IS_KEPT) {
+            #pragma unroll
+            for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) round(steps[step], state, step);
+        }
+    }
+
+    __device__ __forceinline__ void round(LeftOperand<OPERANDS>& left, const ColumnState& state, int step) const {
         #pragma unroll
         for (int word = 0; word < 4; ++word) {
             const float(&sums)[4] = state.sums[2 * step + word / 2];
             left.set(word, sums[word % 2 * 2] * scales[word % 2], sums[word % 2 * 2 + 1] * scales[word % 2]);
         }
+    }
+
+    // K S or Q S, transposed, of the tokens from `first` on.
+    __device__ __forceinline__ void multiply(
+        SomeSums& sums, const ColumnState& state, const unsigned char* tiles, int first) {
         #pragma unroll
-        for (int pair = 0; pair < TOKEN_TILES / 2; ++pair) {
-            RightOperands<OPERANDS> right;
-            load_rows<KEY_ROW_BYTES>(right, tiles + step / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, 16 * pair, step % 4 * 2);
-            right.multiply(products[2 * pair], left, 0);
-            right.multiply(products[2 * pair + 1], left, 1);
+        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) sums[tile][i] = 0.0f;
+        if constexpr (!IS_KEPT) {  // the compiler would keep all that it can make from the same scales
+            hold(scales[0]);
+            hold(scales[1]);
+        }
+        #pragma unroll
+        for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) {
+            if constexpr (!IS_KEPT) round(steps[0], state, step);
+            #pragma unroll
+            for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair) {
+                RightOperands<OPERANDS> right;
+                load_rows<KEY_ROW_BYTES>(right, tiles + step / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, first + 16 * pair,
+                                         step % 4 * 2);
+                right.multiply(sums[2 * pair], steps[IS_KEPT ? step : 0], 0);
+                right.multiply(sums[2 * pair + 1], steps[IS_KEPT ? step : 0], 1);
+            }
         }
     }
-}
+};
 
-// sums += operand * tile^T, the tile lower triangular: solver or scores.
-__device__ __forceinline__ void multiply_triangle(TokenSums& sums, const ChunkOperand& operand, const unsigned char* tile) {
+// sums += operand * tile^T for the tokens from `first` on, the tile lower triangular: solver or scores.
+__device__ __forceinline__ void multiply_triangle(
+    SomeSums& sums, const ChunkOperand& operand, const unsigned char* tile, int first) {
     #pragma unroll
     for (int step = 0; step < CHUNK_LEN / 16; ++step)
         #pragma unroll
-        for (int pair = step; pair < TOKEN_TILES / 2; ++pair) {
+        for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair) {
+            if (16 * step > first + 16 * pair) continue;
             RightOperands<OPERANDS> right;
-            load_rows<SCORE_ROW_BYTES>(right, tile, SCORE_TERM_BYTES, 16 * pair, 2 * step);
+            load_rows<SCORE_ROW_BYTES>(right, tile, SCORE_TERM_BYTES, first + 16 * pair, 2 * step);
             right.multiply(sums[2 * pair], operand[step], 0);
             right.multiply(sums[2 * pair + 1], operand[step], 1);
         }
 }
 
 // Call visit(token, half, sum) for what a lane holds.
-template <typename Visit>
-__device__ __forceinline__ void for_each_token(TokenSums& sums, const Visit& visit) {
+template <int TILES, typename Visit>
+__device__ __forceinline__ void for_each_token(float (&sums)[TILES][4], const Visit& visit) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     #pragma unroll
-    for (int tile = 0; tile < TOKEN_TILES; ++tile)
+    for (int tile = 0; tile < TILES; ++tile)
         #pragma unroll
         for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
 }
@@ -227,59 +256,107 @@ struct ChunkTokens {
     int length;
 };
 
+// One pointer moves along the tokens: addresses of their own would take more registers than there are.
+__device__ __forceinline__ void load_values(TokenSums& values, const ChunkTokens& tokens) {
+    int token = static_cast<int>(threadIdx.x) % 4 * 2;
+    const WORK_TYPE* source = tokens.value + token * tokens.value_token_stride;
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const long long offset = i % 2 * tokens.value_token_stride + i / 2 * 8 * tokens.value_channel_stride;
+            values[tile][i] = token + i % 2 < tokens.length ? to_float(source[offset]) : 0.0f;
+        }
+        token += 8;
+        source += 8 * tokens.value_token_stride;
+        hold_pointer(source);
+    }
+}
+
+// Write the readout of the tokens from `first` on.
+__device__ __forceinline__ void store_readout(const SomeSums& readout, const ChunkTokens& tokens, int first) {
+    int token = first + static_cast<int>(threadIdx.x) % 4 * 2;
+    OUT_TYPE* target = tokens.out + token * tokens.out_token_stride;
+    #pragma unroll
+    for (int tile = 0; tile < TILES_AT_ONCE; ++tile) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const long long offset = i % 2 * tokens.out_token_stride + i / 2 * 8 * tokens.out_channel_stride;
+            if (token + i % 2 < tokens.length) from_float(readout[tile][i], target[offset]);
+        }
+        token += 8;
+        target += 8 * tokens.out_token_stride;
+        hold_pointer(target);
+    }
+}
+
 // Run one chunk: its readout, and the state behind it.
 __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens& tokens, const Stage& stage) {
     const ChunkScalars& scalars = stage.scalars();
     TokenSums values;
-    for_each_token(values, [&](int token, int half, float& value) {
-        value = token < tokens.length ? to_float(tokens.value[token * tokens.value_token_stride +
-                                                              8 * half * tokens.value_channel_stride])
-                                      : 0.0f;
-    });
+    load_values(values, tokens);
     const ColumnPair largest_sum = largest_of(state.sums);
     ColumnPair largest_value = largest_of(values);
     int first_bad[2];
     set_bad_apart(values, state, scalars.num_good, largest_value, first_bad);
     const ColumnPowers powers[2] = {column_powers(largest_sum.first, state.power[0], largest_value.first),
                                     column_powers(largest_sum.second, state.power[1], largest_value.second)};
-    TokenSums products;  // first the memory, then the readout
-    multiply_state(products, state, powers, stage.keys());
+    RoundedState rounded(state, powers);
 
     // R, then V' = T R
     const float memory_scales[2] = {whole_power(powers[0].state - powers[0].values),
                                     whole_power(powers[1].state - powers[1].values)};
     const float value_scales[2] = {whole_power(-powers[0].values), whole_power(-powers[1].values)};
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    #pragma unroll
-    for (int tile = 0; tile < TOKEN_TILES; ++tile)
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float memory = products[tile][i] * memory_scales[i / 2];
-            values[tile][i] = fmaf(-scalars.decayed_key[8 * tile + lane % 4 * 2 + i % 2], memory,
-                                   values[tile][i] * value_scales[i / 2]);
-        }
     ChunkOperand operand;
-    make_operand(operand, values);
-    TokenSums deltas = {};
-    multiply_triangle(deltas, operand, stage.solver());
+    SomeSums sums;
+    #pragma unroll
+    for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
+        rounded.multiply(sums, state, stage.keys(), first);
+        for_each_token(sums, [&](int token, int half, float& sum) {
+            sum *= -memory_scales[half] * scalars.decayed_key[first + token];
+        });
+        #pragma unroll
+        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[tile][i] = fmaf(values[first / 8 + tile][i], value_scales[i / 2], sums[tile][i]);
+        #pragma unroll
+        for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair)
+            operand[first / 16 + pair].set(sums[2 * pair], sums[2 * pair + 1]);
+    }
+    TokenSums deltas;
+    #pragma unroll
+    for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
+        #pragma unroll
+        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) sums[tile][i] = 0.0f;
+        multiply_triangle(sums, operand, stage.solver(), first);
+        #pragma unroll
+        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) deltas[first / 8 + tile][i] = sums[tile][i];
+    }
 
     // The readout: out = 2^readout_power query (...)
     const int common_power = scalars.solve_power + scalars.score_power;
     const float readout_scales[2] = {whole_power(powers[0].state - powers[0].values - common_power),
                                      whole_power(powers[1].state - powers[1].values - common_power)};
-    multiply_state(products, state, powers, stage.queries());
-    for_each_token(products, [&](int token, int half, float& sum) {
-        sum *= scalars.decayed[token] * readout_scales[half];
-    });
-    make_operand(operand, deltas);
-    multiply_triangle(products, operand, stage.scores());
     const float out_scales[2] = {whole_power(powers[0].values + common_power), whole_power(powers[1].values + common_power)};
-    for_each_token(products, [&](int token, int half, float& sum) {
-        if (token >= tokens.length) return;
-        const float value = token < first_bad[half] ? sum * (scalars.query[token] * out_scales[half])
-                                                    : __uint_as_float(0x7FFFFFFFu);
-        from_float(value, tokens.out[token * tokens.out_token_stride + 8 * half * tokens.out_channel_stride]);
-    });
+    make_operand(operand, deltas);
+    #pragma unroll
+    for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
+        rounded.multiply(sums, state, stage.queries(), first);
+        for_each_token(sums, [&](int token, int half, float& sum) {
+            sum *= scalars.decayed[first + token] * readout_scales[half];
+        });
+        multiply_triangle(sums, operand, stage.scores(), first);
+        for_each_token(sums, [&](int token, int half, float& sum) {
+            sum *= scalars.query[first + token] * out_scales[half];
+            if (first + token >= first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
+        });
+        store_readout(sums, tokens, first);
+    }
 
     // The state: what it holds is in units of the deltas' operand from here on.
     const int update_power = scalars.solve_power + scalars.update_power;
@@ -327,7 +404,7 @@ __device__ __forceinline__ void walk_piece(
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int column = tile * TILE_COLUMNS + static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
     const long long key_head = value_head / walk.slab.group_size;
-    const long long head_offset = value_head * KEY_HEAD_DIM * VALUE_HEAD_DIM + column;
+    const long long head_offset = (value_head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
     const long long channel = value_head * VALUE_HEAD_DIM + column;
     const long long value_channel = 2 * walk.slab.num_key_heads * KEY_HEAD_DIM + channel;
     STATE_TYPE* const pool = walk.recurrent_state + plan.slot(piece.row) * walk.state_slot_stride + head_offset;

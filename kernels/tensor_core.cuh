@@ -106,47 +106,50 @@ __device__ __forceinline__ int tile_offset(int row, int piece) {
     return row * ROW_BYTES + (piece ^ (row * ROW_BYTES / 128 & (ROW_BYTES / 16 - 1))) * 16;
 }
 
-// The right operands whose columns are 16 rows of a tile, from `row` on, and their 16 pieces from `piece` on. Each term has
-// a tile, `term_bytes` apart.
+// Where a lane finds its row of the four matrices of an operand that begins at `row`, a multiple of 8, and `piece`, an even
+// one: row by row of matrices, or column by column. What depends on the lane is the same for all operands of a tile.
+template <int ROW_BYTES>
+__device__ __forceinline__ int row_first_offset(int row, int piece) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return row * ROW_BYTES + (tile_offset<ROW_BYTES>(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ piece * 16);
+}
+template <int ROW_BYTES>
+__device__ __forceinline__ int column_first_offset(int row, int piece) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return row * ROW_BYTES + (tile_offset<ROW_BYTES>(lane % 16, lane / 16) ^ piece * 16);
+}
+
+// The right operands whose columns are 16 rows of a tile, or that are 16 rows of a tile. Each term has a tile, `term_bytes`
+// apart.
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_rows(
     RightOperands<TERMS>& right, const unsigned char* tile, int term_bytes, int row, int piece) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int offset = tile_offset<ROW_BYTES>(row + lane / 16 * 8 + lane % 8, piece + lane / 8 % 2);
     #pragma unroll
-    for (int term = 0; term < TERMS; ++term) load_matrices(right.words[term], tile + term * term_bytes + offset);
+    for (int term = 0; term < TERMS; ++term)
+        load_matrices(right.words[term], tile + term * term_bytes + row_first_offset<ROW_BYTES>(row, piece));
 }
-
-// The right operands that are 16 rows of a tile.
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_block(
     RightOperands<TERMS>& right, const unsigned char* tile, int term_bytes, int row, int piece) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int offset = tile_offset<ROW_BYTES>(row + lane % 16, piece + lane / 16);
     #pragma unroll
     for (int term = 0; term < TERMS; ++term)
-        load_matrices_transposed(right.words[term], tile + term * term_bytes + offset);
+        load_matrices_transposed(right.words[term], tile + term * term_bytes + column_first_offset<ROW_BYTES>(row, piece));
 }
 
-// The left operand that is 16 rows of a tile.
-template <int ROW_BYTES, int TERMS>
-__device__ __forceinline__ void load_block(
-    LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int offset = tile_offset<ROW_BYTES>(row + lane % 16, piece + lane / 16);
-    #pragma unroll
-    for (int term = 0; term < TERMS; ++term) load_matrices(left.words[term], tile + term * term_bytes + offset);
-}
-
-// The left operand whose columns are 16 rows of a tile.
+// The left operands of the same.
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_rows(
     LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int offset = tile_offset<ROW_BYTES>(row + lane / 16 * 8 + lane % 8, piece + lane / 8 % 2);
     #pragma unroll
     for (int term = 0; term < TERMS; ++term)
-        load_matrices_transposed(left.words[term], tile + term * term_bytes + offset);
+        load_matrices_transposed(left.words[term], tile + term * term_bytes + row_first_offset<ROW_BYTES>(row, piece));
+}
+template <int ROW_BYTES, int TERMS>
+__device__ __forceinline__ void load_block(
+    LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece) {
+    #pragma unroll
+    for (int term = 0; term < TERMS; ++term)
+        load_matrices(left.words[term], tile + term * term_bytes + column_first_offset<ROW_BYTES>(row, piece));
 }
 
 // ---- Exact powers of two ----

@@ -329,6 +329,44 @@ def test_what_does_not_compile_is_refused_before_the_fold(make: Callable[..., Ca
         np.testing.assert_array_equal(call[name], make()[name])
 
 
+# ---- On a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["chunked", "auto"])
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_call_in_a_graph(make: Callable[..., Call], algorithm: str, is_bound: bool) -> None:
+    """A replay reads what the arrays hold then; a call that is not bound needs its workspace, its readout, a warmup."""
+    import cupy
+
+    captured, plain = with_pending(make(algorithm)), with_pending(make(algorithm))
+    for call in (captured, plain):
+        arrays = {name: cupy.asarray(array) for name, array in call.arguments.items() if name != "algorithm"}
+        call.arguments |= arrays
+    captured["workspace"] = cupy.empty(workspace_bytes(captured), cupy.uint8)
+    if is_bound:
+        run = ops.bind(OP, *captured.six, **captured.keywords)
+    else:
+        gdn.warmup(OP, *captured.six, **captured.keywords)
+        run = captured.run
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        run()
+        graph = stream.end_capture()
+    for replay in range(3):
+        for call in (captured, plain):
+            if replay == 2:
+                call["slot_idx"][0] = gdn.PAD_SLOT
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        plain.run("cuda")
+        for name in ("out", "recurrent_state"):
+            assert captured[name].tobytes() == plain[name].tobytes()
+
+
 # ---- The recurrent kernel that clears nothing ----
 
 

@@ -154,6 +154,8 @@ inline int __popc(unsigned int value) { return __builtin_popcount(value); }
 inline float reciprocal_square_root(float value) { return 1.0f / sqrtf(value); }
 
 inline void hold(float&) {}
+template <typename Value>
+void hold_pointer(Value*&) {}
 
 inline float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 

@@ -1,0 +1,578 @@
+// gated_delta_chunk_walk_sm90: gated_delta_chunk_walk for compute capability 9.0, with the products of warpgroups.
+//
+// What is computed stands at the head of gated_delta_chunk_walk.cu. Here a warpgroup has 64 columns of the state, so that
+// each right operand is read once for all of them, and blocks are divided into roles that meet at barriers alone:
+//
+//   loader    brings what the slab has of a chunk, and its values, into one of WALK_STAGES stages
+//   walkers   WARPGROUPS of them, with 64 columns each: run the chunks; leave the readout in a stage of its own
+//   storers   one warp for each walker: write the readout to memory
+//
+// A walker's chain from one chunk to the next is the state as an operand, K S, R, V' = T R, the update. Everything else is
+// done while products of that chain run: Q S, the largest elements of state and values, the values of the next chunk.
+//
+// The sums hold the state as S / 2^power, with a power for each column that keeps the largest element near 16: near
+// enough for the sums to be rounded to float16 as they are, and for V' of the next update to fit in the same units.
+//
+// MACROS     KEY_HEAD_DIM: 64 or 128; VALUE_HEAD_DIM: a multiple of 64 * WARPGROUPS; CHUNK_LEN: 64; OPERAND_TERMS: 1
+//            WORK_TYPE (qkv): float16, bfloat16; STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16
+//            WARPGROUPS: 1 or 2; WALK_STAGES; SHARED_BYTES of a block, which begin on a multiple of 1024
+// BLOCK      WARPGROUPS = 1: 192 threads; 2: 384
+// GRID       any number of blocks: they share the pieces, value heads and tiles
+// SHAPES, MUTATES as gated_delta_chunk_walk
+// CALLER     values and readouts lie in rows of neighbours that start on 16-byte boundaries
+#include "chunk_pieces.cuh"
+#include "warpgroup.cuh"
+
+constexpr int TILE_COLUMNS = 64 * WARPGROUPS;
+constexpr int NUM_TILES = VALUE_HEAD_DIM / TILE_COLUMNS;
+constexpr int WALKING_WARPS = 4 * WARPGROUPS;
+constexpr int NUM_THREADS = WARPGROUPS == 1 ? 192 : 384;
+constexpr int TOKEN_TILES = CHUNK_LEN / 8;
+constexpr int KEY_TILES = KEY_HEAD_DIM / 8;
+constexpr int KEY_STEPS = KEY_HEAD_DIM / 16;
+constexpr int TOKEN_STEPS = CHUNK_LEN / 16;
+constexpr int WANTED_POWER = 4;  // of the largest element that the sums hold
+
+// Rows of values and of readouts in shared memory, 16 bytes apart from a multiple of all banks.
+constexpr int VALUE_PITCH = 64 * 2 + 16;
+constexpr int OUT_PITCH = 64 * static_cast<int>(sizeof(OUT_TYPE)) + 16;
+constexpr int VALUES_OFFSET = KEY_HEAD_BYTES + VALUE_HEAD_BYTES;
+constexpr int VALUES_BYTES = CHUNK_LEN * VALUE_PITCH;  // of a walker
+constexpr int STAGE_BYTES = (VALUES_OFFSET + WARPGROUPS * VALUES_BYTES + 1023) / 1024 * 1024;
+constexpr int OUT_OFFSET = WALK_STAGES * STAGE_BYTES;
+constexpr int OUT_BYTES = CHUNK_LEN * OUT_PITCH;  // of a walker
+constexpr int BARRIERS_OFFSET = OUT_OFFSET + WARPGROUPS * OUT_BYTES;
+
+static_assert(OPERANDS == 1 && CHUNK_LEN == 64 && sizeof(WORK_TYPE) == 2, "what products of a warpgroup take");
+static_assert(KEY_HEAD_DIM == 64 || KEY_HEAD_DIM == 128, "KEY_HEAD_DIM");
+
+struct Barriers {
+    CopyBarrier full[WALK_STAGES];   // a stage holds its chunk
+    CopyBarrier empty[WALK_STAGES];  // ... and is no longer needed
+    CopyBarrier staged[WARPGROUPS];  // a readout is there
+    CopyBarrier stored[WARPGROUPS];  // ... and is written
+};
+static_assert(BARRIERS_OFFSET + sizeof(Barriers) <= SHARED_BYTES, "SHARED_BYTES");
+
+// A place in a ring of stages, and the parity of the round.
+struct Turn {
+    unsigned int stage = 0;
+    unsigned int parity = 0;
+
+    __device__ __forceinline__ Turn next() const {
+        return stage + 1 == WALK_STAGES ? Turn{0, parity ^ 1} : Turn{stage + 1, parity};
+    }
+};
+
+struct Walk {
+    const WORK_TYPE* qkv_conv_output;
+    long long qkv_token_stride;
+    STATE_TYPE* recurrent_state;
+    long long state_slot_stride;
+    OUT_TYPE* out;
+    long long out_token_stride;
+    const float* carry_in;
+    float* carry_out;
+    ChunkSlab slab;
+    ChunkPlan plan;
+    SlabPieces pieces;
+    unsigned int first_chunk;
+    unsigned char* shared;
+
+    __device__ __forceinline__ Barriers& barriers() const {
+        return *reinterpret_cast<Barriers*>(shared + BARRIERS_OFFSET);
+    }
+    __device__ __forceinline__ unsigned char* stage(const Turn& turn) const { return shared + turn.stage * STAGE_BYTES; }
+    __device__ __forceinline__ unsigned int tiles_of_piece() const {
+        return static_cast<unsigned int>(slab.num_key_heads * slab.group_size * NUM_TILES);
+    }
+
+    // Calls visit(piece, value head, first column of the tile) for each item of the block.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_item(const Visit& visit) const {
+        const unsigned int num_items = pieces.num_pieces * tiles_of_piece();
+        for (unsigned int item = blockIdx.x; item < num_items; item += gridDim.x) {
+            const unsigned int tile = item % tiles_of_piece();
+            visit(pieces.piece(plan, item / tiles_of_piece()), static_cast<long long>(tile / NUM_TILES),
+                  static_cast<int>(tile % NUM_TILES) * TILE_COLUMNS);
+        }
+    }
+};
+
+// ---- Loader: one warp ----
+
+__device__ __forceinline__ void load_chunks(const Walk& walk) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    Barriers& barriers = walk.barriers();
+    Turn turn;
+    walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
+        const long long key_head = head / walk.slab.group_size;
+        const long long channel =
+            2 * walk.slab.num_key_heads * KEY_HEAD_DIM + head * VALUE_HEAD_DIM + column + lane % 8 * 8;
+        for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
+            const long long token = walk.plan.token(chunk);
+            const int length = walk.plan.length(chunk);
+            wait_for_round(barriers.empty[turn.stage], turn.parity ^ 1);
+            CopyBarrier& full = barriers.full[turn.stage];
+            unsigned char* const stage = walk.stage(turn);
+            if (lane == 0) {
+                const long long place = chunk - walk.first_chunk;
+                expect_bytes(full, KEY_HEAD_BYTES + VALUE_HEAD_BYTES);
+                start_bulk_copy(stage, walk.slab.key_head(place, key_head), KEY_HEAD_BYTES, full);
+                start_bulk_copy(stage + KEY_HEAD_BYTES, walk.slab.value_head(place, head), VALUE_HEAD_BYTES, full);
+            }
+            #pragma unroll
+            for (int group = 0; group < WARPGROUPS; ++group)
+                #pragma unroll 4
+                for (int row = lane / 8; row < CHUNK_LEN; row += 4) {
+                    const bool is_there = row < length;
+                    const WORK_TYPE* const source = walk.qkv_conv_output +
+                                                    (token + (is_there ? row : 0)) * walk.qkv_token_stride + channel +
+                                                    group * 64;
+                    start_copy_16_or_zeros(
+                        stage + VALUES_OFFSET + group * VALUES_BYTES + row * VALUE_PITCH + lane % 8 * 16, source, is_there);
+                }
+            arrive_behind_copies(full);
+            turn = turn.next();
+        }
+    });
+}
+
+// ---- Storers: a warp for each walker ----
+
+__device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
+    constexpr int LANES_OF_ROW = 64 * sizeof(OUT_TYPE) / 16;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    Barriers& barriers = walk.barriers();
+    const unsigned char* const staged =
+        walk.shared + OUT_OFFSET + group * OUT_BYTES + lane % LANES_OF_ROW * 16;
+    unsigned int parity = 0;
+    walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
+        const long long channel =
+            head * VALUE_HEAD_DIM + column + group * 64 + lane % LANES_OF_ROW * (16 / static_cast<int>(sizeof(OUT_TYPE)));
+        for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
+            OUT_TYPE* const target = walk.out + walk.plan.token(chunk) * walk.out_token_stride + channel;
+            const int length = walk.plan.length(chunk);
+            wait_for_round(barriers.staged[group], parity);
+            #pragma unroll 4
+            for (int row = lane / LANES_OF_ROW; row < length; row += 32 / LANES_OF_ROW)
+                *reinterpret_cast<uint4*>(target + row * walk.out_token_stride) =
+                    *reinterpret_cast<const uint4*>(staged + row * OUT_PITCH);
+            __syncwarp();
+            if (lane == 0) arrive(barriers.stored[group]);
+            parity ^= 1;
+        }
+    });
+}
+
+// ---- Walkers ----
+
+__device__ __forceinline__ float max_across_column(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+}
+
+// The values of a chunk that a lane has: of tokens 8 i + 2 * place and the next one, column `group` (words 2 i) or
+// `group` + 8 (2 i + 1) of the warp's 16.
+struct ChunkValues {
+    unsigned int words[2 * TOKEN_TILES];
+
+    __device__ __forceinline__ void load(const unsigned char* values) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const unsigned char* const row =
+            values + (lane / 16 * 8 + lane % 8) * VALUE_PITCH + lane / 8 % 2 * 16;
+        #pragma unroll
+        for (int pair = 0; pair < TOKEN_TILES / 2; ++pair)
+            load_matrices_transposed(reinterpret_cast<unsigned int(&)[4]>(words[4 * pair]), row + 16 * pair * VALUE_PITCH);
+    }
+
+    __device__ __forceinline__ float get(int tile, int half, int next) const {
+        return float_of_word(&words[2 * tile + half], next, WORK_TYPE{});
+    }
+
+    // The largest magnitude of a column, with infinity and NaN above all.
+    __device__ __forceinline__ float largest(int half) const {
+        unsigned int pair = 0;
+        #pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile)
+            pair = max_of_pairs(pair, words[2 * tile + half] & 0x7FFF7FFFu);
+        unsigned int bits = max(pair & 0xFFFFu, pair >> 16);
+        bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 1));
+        bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 2));
+        return to_float(WORK_TYPE{static_cast<unsigned short>(bits)});
+    }
+};
+
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < __uint_as_float(0x7F800000u); }
+
+// What a lane knows of its two columns.
+struct Columns {
+    int power[2];     // the state is 2^power times the sums
+    bool is_bad[2];   // NaN
+    int first_bad[2];  // token of this chunk from which on it is
+};
+
+// Where values, keys or gates of a chunk are not finite: their columns are NaN from that token on, and 0 in products.
+__device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& columns, int num_good, float (&largest)[2]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int first = columns.is_bad[half] ? 0 : num_good;
+        #pragma unroll
+        for (int tile = TOKEN_TILES - 1; tile >= 0; --tile)
+            #pragma unroll
+            for (int next = 1; next >= 0; --next)
+                if (!is_finite(values.get(tile, half, next))) first = min(first, 8 * tile + lane % 4 * 2 + next);
+        first = min(first, __shfl_xor_sync(0xFFFFFFFFu, first, 1));
+        first = min(first, __shfl_xor_sync(0xFFFFFFFFu, first, 2));
+        #pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+            const int token = 8 * tile + lane % 4 * 2;
+            const unsigned int kept = (token < first ? 0xFFFFu : 0u) | (token + 1 < first ? 0xFFFF0000u : 0u);
+            values.words[2 * tile + half] &= kept;
+        }
+        columns.first_bad[half] = first;
+        columns.is_bad[half] = first < CHUNK_LEN;
+        largest[half] = values.largest(half);
+    }
+}
+
+using State = float[KEY_TILES][4];
+using TokenSums = float[TOKEN_TILES][4];
+
+// The two numbers that a lane needs of a scalar for its tokens of a tile.
+__device__ __forceinline__ float2 of_tokens(const float* scalar, int tile) {
+    return *reinterpret_cast<const float2*>(scalar + 8 * tile);
+}
+
+template <typename Stored>
+__device__ __forceinline__ void load_state(State& state, const Stored* source, Columns& columns) {
+    float largest[2] = {0.0f, 0.0f};
+    bool is_bad[2] = {false, false};
+    #pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float value = to_float(source[(8 * tile + i % 2) * VALUE_HEAD_DIM + i / 2 * 8]);
+            state[tile][i] = value;
+            largest[i / 2] = fmaxf(largest[i / 2], fabsf(value));
+            is_bad[i / 2] |= !is_finite(value);
+        }
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int bad = is_bad[half];
+        bad |= __shfl_xor_sync(0xFFFFFFFFu, bad, 1);
+        bad |= __shfl_xor_sync(0xFFFFFFFFu, bad, 2);
+        columns.is_bad[half] = bad != 0;
+        const float most = max_across_column(largest[half]);
+        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - WANTED_POWER;
+        const float scale = bad ? 0.0f : whole_power(-columns.power[half]);
+        #pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile)
+            #pragma unroll
+            for (int next = 0; next < 2; ++next) {
+                float& value = state[tile][2 * half + next];
+                value = bad ? 0.0f : value * scale;
+            }
+    }
+}
+
+template <typename Stored>
+__device__ __forceinline__ void store_state(const State& state, Stored* target, const Columns& columns) {
+    const float scales[2] = {whole_power(columns.power[0]), whole_power(columns.power[1])};
+    #pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float value = columns.is_bad[i / 2] ? __uint_as_float(0x7FFFFFFFu) : state[tile][i] * scales[i / 2];
+            from_float(value, target[(8 * tile + i % 2) * VALUE_HEAD_DIM + i / 2 * 8]);
+        }
+}
+
+__device__ __forceinline__ unsigned int rounded_pair(float first, float second, float16) {
+    return float16_pair(first, second);
+}
+template <typename Stored>
+__device__ __forceinline__ unsigned int rounded_pair(float first, float second, Stored) {
+    Stored pair[2];
+    from_float(first, pair[0]);
+    from_float(second, pair[1]);
+    return *reinterpret_cast<const unsigned short*>(&pair[0]) |
+           static_cast<unsigned int>(*reinterpret_cast<const unsigned short*>(&pair[1])) << 16;
+}
+
+// Leave a readout, transposed sums, where the storer finds it. `staged`: the walker's, from the warp's first column on.
+__device__ __forceinline__ void stage_readout(const TokenSums& readout, unsigned char* staged) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (sizeof(OUT_TYPE) == 2) {
+        const auto word = [&](int tile, int half) {
+            return rounded_pair(readout[tile][2 * half], readout[tile][2 * half + 1], OUT_TYPE{});
+        };
+        unsigned char* const row = staged + (lane / 16 * 8 + lane % 8) * OUT_PITCH + lane / 8 % 2 * 16;
+        #pragma unroll
+        for (int pair = 0; pair < TOKEN_TILES / 2; ++pair)
+            store_matrices_transposed(row + 16 * pair * OUT_PITCH, word(2 * pair, 0), word(2 * pair, 1),
+                                      word(2 * pair + 1, 0), word(2 * pair + 1, 1));
+    } else {
+        unsigned char* const first = staged + lane % 4 * 2 * OUT_PITCH + lane / 4 * 4;
+        #pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                *reinterpret_cast<float*>(first + (8 * tile + i % 2) * OUT_PITCH + i / 2 * 32) = readout[tile][i];
+    }
+}
+
+// Run the chunks of one item.
+__device__ __forceinline__ void walk_piece(
+    const Walk& walk, const RowPiece& piece, long long head, int tile_column, int group, Turn& turn,
+    unsigned int& stored_parity, ChunkValues& values, bool has_more) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    Barriers& barriers = walk.barriers();
+    const int column = tile_column + group * 64 + warp * 16 + lane / 4;
+    const long long offset = (head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
+    STATE_TYPE* const pool = walk.recurrent_state + walk.plan.slot(piece.row) * walk.state_slot_stride + offset;
+    unsigned char* const staged = walk.shared + OUT_OFFSET + group * OUT_BYTES + warp * 16 * static_cast<int>(sizeof(OUT_TYPE));
+    const int values_offset = VALUES_OFFSET + group * VALUES_BYTES + warp * 32;
+
+    State state;
+    Columns columns;
+    if (piece.is_first) {
+        load_state(state, pool, columns);
+    } else {
+        load_state(state, walk.carry_in + offset, columns);
+    }
+    unsigned int chunk = piece.begin;
+    do {
+        const unsigned char* const stage = walk.stage(turn);
+        const unsigned char* const solver = stage + KEY_HEAD_BYTES;
+        const ChunkScalars& scalars = *reinterpret_cast<const ChunkScalars*>(solver + SCALARS_OFFSET);
+        // Not a chunk of this walker: the one it is at, whose values nobody will use.
+        const Turn next_turn = has_more || chunk + 1 < piece.end ? turn.next() : turn;
+
+        float largest_value[2] = {values.largest(0), values.largest(1)};
+        columns.first_bad[0] = columns.is_bad[0] ? 0 : CHUNK_LEN;
+        columns.first_bad[1] = columns.is_bad[1] ? 0 : CHUNK_LEN;
+        const bool all_finite =
+            is_finite(largest_value[0]) && is_finite(largest_value[1]) && scalars.num_good == CHUNK_LEN;
+        if (__any_sync(0xFFFFFFFFu, !all_finite)) set_bad_apart(values, columns, scalars.num_good, largest_value);
+
+        // K S and Q S
+        unsigned int rounded[KEY_STEPS][4];
+        #pragma unroll
+        for (int step = 0; step < KEY_STEPS; ++step)
+            #pragma unroll
+            for (int word = 0; word < 4; ++word)
+                rounded[step][word] = float16_pair(state[2 * step + word / 2][word % 2 * 2],
+                                                   state[2 * step + word / 2][word % 2 * 2 + 1]);
+        const unsigned long long keys = operand_at(stage, KEY_TILE_BYTES);
+        const unsigned long long queries = moved(keys, KEY_TERM_BYTES);
+        TokenSums memory, readout;
+        fence_products();
+        multiply_group<false, false>(memory, rounded[0], keys);
+        #pragma unroll
+        for (int step = 1; step < KEY_STEPS; ++step)
+            multiply_group<false, true>(memory, rounded[step], moved(keys, step / 4 * KEY_TILE_BYTES + step % 4 * 32));
+        commit_products();
+        multiply_group<false, false>(readout, rounded[0], queries);
+        #pragma unroll
+        for (int step = 1; step < KEY_STEPS; ++step)
+            multiply_group<false, true>(readout, rounded[step], moved(queries, step / 4 * KEY_TILE_BYTES + step % 4 * 32));
+        commit_products();
+
+        // The powers: of the state as it is, of values, R and V', and of the state behind the chunk
+        const int delta_power = scalars.solve_power + scalars.update_power;
+        float memory_scales[2], value_scales[2], decays[2];
+        int value_powers[2], powers[2];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // Of the rounded state: the compiler would wait for the products if sums were read now.
+            unsigned int pair = 0;
+            #pragma unroll
+            for (int step = 0; step < KEY_STEPS; ++step)
+                pair = max_of_pairs(pair, max_of_pairs(rounded[step][half] & 0x7FFF7FFFu,
+                                                       rounded[step][2 + half] & 0x7FFF7FFFu));
+            const float largest = max_across_column(
+                float16_bits_to_float(static_cast<unsigned short>(max(pair & 0xFFFFu, pair >> 16))));
+            const int state_power = columns.power[half] + exponent_of(largest);
+            int value_power = exponent_of(largest_value[half]);
+            if (largest > 0.0f && (state_power > value_power || largest_value[half] == 0.0f)) value_power = state_power;
+            value_power = max(value_power, -100);
+            // The larger one of what is left of the state and what is added
+            int power = value_power + delta_power;
+            const float left = largest * scalars.decay;
+            if (left > 0.0f) power = max(power, columns.power[half] + exponent_of(left));
+            power -= WANTED_POWER;
+            value_powers[half] = value_power;
+            powers[half] = power;
+            memory_scales[half] = -whole_power(columns.power[half] - value_power);
+            value_scales[half] = whole_power(-value_power);
+            decays[half] = scalars.decay * whole_power(columns.power[half] - power);
+        }
+        wait_for_products<1>();
+
+        // R, then V' = T R
+        unsigned int operand[TOKEN_STEPS][4];
+        #pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+            const float2 keys_of = of_tokens(scalars.decayed_key + lane % 4 * 2, tile);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float first = fmaf(memory[tile][2 * half] * memory_scales[half], keys_of.x,
+                                         values.get(tile, half, 0) * value_scales[half]);
+                const float second = fmaf(memory[tile][2 * half + 1] * memory_scales[half], keys_of.y,
+                                          values.get(tile, half, 1) * value_scales[half]);
+                operand[tile / 2][tile % 2 * 2 + half] = float16_pair(first, second);
+            }
+        }
+        TokenSums deltas;
+        const unsigned long long solver_at = operand_at(solver, KEY_TILE_BYTES);
+        fence_products();
+        multiply_group<false, false>(deltas, operand[0], solver_at);
+        #pragma unroll
+        for (int step = 1; step < TOKEN_STEPS; ++step)
+            multiply_group<false, true>(deltas, operand[step], moved(solver_at, step * 32));
+        commit_products();
+        wait_for_products<0>();
+
+        // The state, in its new units
+        unsigned int update[TOKEN_STEPS][4];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float unit = whole_power(value_powers[half] + delta_power - powers[half]);
+            #pragma unroll
+            for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+                const float2 update_of = of_tokens(scalars.update + lane % 4 * 2, tile);
+                update[tile / 2][tile % 2 * 2 + half] = float16_pair(
+                    deltas[tile][2 * half] * (update_of.x * unit), deltas[tile][2 * half + 1] * (update_of.y * unit));
+            }
+            #pragma unroll
+            for (int tile = 0; tile < KEY_TILES; ++tile) {
+                state[tile][2 * half] *= decays[half];
+                state[tile][2 * half + 1] *= decays[half];
+            }
+        }
+        fence_products();
+        #pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step)
+            multiply_group<true, true>(state, update[step], moved(keys, step * 16 * KEY_ROW_BYTES));
+        commit_products();
+
+        // P V'
+        #pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                operand[tile / 2][tile % 2 * 2 + half] =
+                    float16_pair(deltas[tile][2 * half], deltas[tile][2 * half + 1]);
+        const unsigned long long scores_at = moved(solver_at, SCORE_TERM_BYTES);
+        TokenSums inner;
+        fence_products();
+        multiply_group<false, false>(inner, operand[0], scores_at);
+        #pragma unroll
+        for (int step = 1; step < TOKEN_STEPS; ++step)
+            multiply_group<false, true>(inner, operand[step], moved(scores_at, step * 32));
+        commit_products();
+
+        // What the readout needs beside the products, and the values of the next chunk
+        const int common_power = scalars.solve_power + scalars.score_power;
+        float old_scales[2], inner_scales[2];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            old_scales[half] = whole_power(columns.power[half]);
+            inner_scales[half] = whole_power(value_powers[half] + common_power);
+            columns.power[half] = powers[half];
+        }
+        wait_for_round(barriers.full[next_turn.stage], next_turn.parity);
+        values.load(walk.stage(next_turn) + values_offset);
+        wait_for_round(barriers.stored[group], stored_parity ^ 1);
+        stored_parity ^= 1;
+        wait_for_products<0>();
+
+        #pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+            const float2 decayed = of_tokens(scalars.decayed + lane % 4 * 2, tile);
+            const float2 query = of_tokens(scalars.query + lane % 4 * 2, tile);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float old = readout[tile][i] * ((i % 2 == 0 ? decayed.x : decayed.y) * old_scales[i / 2]);
+                readout[tile][i] = fmaf(inner[tile][i], inner_scales[i / 2], old) * (i % 2 == 0 ? query.x : query.y);
+            }
+        }
+        if (columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN) {
+            #pragma unroll
+            for (int tile = 0; tile < TOKEN_TILES; ++tile)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (8 * tile + lane % 4 * 2 + i % 2 >= columns.first_bad[i / 2])
+                        readout[tile][i] = __uint_as_float(0x7FFFFFFFu);
+        }
+        __syncwarp();
+        stage_readout(readout, staged);
+        __syncwarp();
+        if (lane == 0) {
+            arrive(barriers.empty[turn.stage]);
+            arrive(barriers.staged[group]);
+        }
+        turn = next_turn;
+    } while (++chunk < piece.end);
+
+    if (piece.is_last) {
+        store_state(state, pool, columns);
+    } else {
+        store_state(state, walk.carry_out + offset, columns);
+    }
+}
+
+__device__ __forceinline__ void walk_chunks(const Walk& walk, int group) {
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    Turn turn;
+    unsigned int stored_parity = 0;
+    ChunkValues values;
+    const unsigned int num_items = walk.pieces.num_pieces * walk.tiles_of_piece();
+    if (blockIdx.x >= num_items) return;
+    wait_for_round(walk.barriers().full[0], 0);
+    values.load(walk.stage(turn) + VALUES_OFFSET + group * VALUES_BYTES + warp * 32);
+    unsigned int item = blockIdx.x;
+    walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
+        item += gridDim.x;
+        walk_piece(walk, piece, head, column, group, turn, stored_parity, values, item < num_items);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_walk_sm90(
+    const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
+    STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
+    OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
+    const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
+    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_chunk,
+    long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const ChunkPlan plan = {chunk_plan, max_chunks};
+    const Walk walk = {qkv_conv_output, qkv_token_stride, recurrent_state, state_slot_stride, out, out_token_stride,
+                       carry_in, carry_out, {slab, num_key_heads, group_size}, plan,
+                       SlabPieces(plan, first_chunk, slab_chunks), static_cast<unsigned int>(first_chunk), shared};
+    Barriers& barriers = walk.barriers();
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < WALK_STAGES; ++stage) {
+            prepare_barrier_of(barriers.full[stage], 1 + 32);  // who expects the bytes, and lanes with copies of their own
+            prepare_barrier_of(barriers.empty[stage], WALKING_WARPS);
+        }
+        for (int group = 0; group < WARPGROUPS; ++group) {
+            prepare_barrier_of(barriers.staged[group], 4);
+            prepare_barrier_of(barriers.stored[group], 1);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (warp >= WALKING_WARPS) {
+        if constexpr (WARPGROUPS == 2) keep_registers<40>();
+        if (warp == WALKING_WARPS) load_chunks(walk);
+        if (warp > WALKING_WARPS && warp <= WALKING_WARPS + WARPGROUPS) store_readouts(walk, warp - WALKING_WARPS - 1);
+    } else {
+        if constexpr (WARPGROUPS == 2) take_registers<232>();
+        walk_chunks(walk, warp / 4);
+    }
+}

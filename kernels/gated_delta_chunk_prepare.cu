@@ -133,7 +133,8 @@ __device__ __forceinline__ void make_tiles(
                 for (int j = 0; j < 8; ++j) rest += values[i][j] * 0.0f;
             left = rest;
         }
-        left = is_finite(sum) ? left : add_across_8_lanes(left);
+        const float of_token = add_across_8_lanes(left);  // by all lanes of the warp, whatever their token has
+        left = is_finite(sum) ? left : of_token;
         #pragma unroll
         for (int i = 0; i < PIECES_OF_LANE; ++i) {
             #pragma unroll

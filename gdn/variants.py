@@ -18,6 +18,7 @@ from gdn.arrays import DTYPES, Argument, describe
 from gdn.backends import gated_delta_chunk_plan as plan_kernel
 from gdn.backends import gated_delta_chunk_prepare as prepare_kernel
 from gdn.backends import gated_delta_chunk_walk as walk_kernel
+from gdn.backends import gated_delta_chunk_walk_sm90 as sm90_walk_kernel
 from gdn.backends import gated_delta_conv1d_commit as commit_kernel
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
@@ -130,6 +131,9 @@ def _prepare_uses(layer: Layer) -> _Uses:
 def _walk_uses(layer: Layer) -> _Uses:
     for inputs, out, layout in _chunked_calls(layer):
         yield "chunked, any batch", walk_kernel.variant(inputs, out, layout), layer.types
+        if sm90_walk_kernel.serves(inputs, out, layout):
+            for num_warpgroups in sm90_walk_kernel.possible_warpgroups(layout):
+                yield "chunked, by batch", sm90_walk_kernel.variant(inputs, out, layout, num_warpgroups), layer.types
 
 
 def _chunked_calls(layer: Layer) -> Iterator[tuple[RecurrenceInputs, Argument, ChunkLayout]]:

@@ -47,10 +47,13 @@ struct Triangle {
     }
 };
 
-// Entries [i, j] and [i, j + 1], j even, of a tile of tokens by tokens.
-__device__ __forceinline__ void store_score_pair(unsigned char* tile, int i, int j, float first, float second) {
+// Two neighbouring entries of a tile of tokens by tokens: of row `row` + `next_rows`, `row` a multiple of 8, and the
+// `pair`th two of a piece.
+__device__ __forceinline__ void store_score_pair(
+    unsigned char* tile, int row, int next_rows, int piece, int pair, float first, float second) {
     const unsigned int rounded = float16_pair(first, second);
-    unsigned char* const word = tile + tile_offset<SCORE_ROW_BYTES>(i, j / 8) + j % 8 * 2;
+    unsigned char* const word =
+        tile + row * SCORE_ROW_BYTES + (tile_offset<SCORE_ROW_BYTES>(next_rows, 0) ^ piece * 16) + pair * 4;
     *reinterpret_cast<unsigned int*>(word) = rounded;
     if constexpr (OPERANDS == 2)
         *reinterpret_cast<unsigned int*>(word + SCORE_TERM_BYTES) = left_over(first, second, rounded);
@@ -83,19 +86,21 @@ __device__ __forceinline__ void solve_column(
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float scales[2] = {beta[16 * j + lane / 4] * unit, beta[16 * j + lane / 4 + 8] * unit};
     // Of a transposed block, lane / 4 is the column of T: entries of a pair lie in neighbouring rows of the tile.
-    const auto store = [&](int i, int half, int side, float first, float second) {
-        const int row = 16 * i + 8 * side + lane % 4 * 2;
-        const int column = 16 * j + 8 * half + lane / 4;
+    unsigned char* targets[2][2];  // [half of the columns][row of the pair]
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
         #pragma unroll
-        for (int next = 0; next < 2; ++next) {
-            const float value = (next == 0 ? first : second) * scales[half];
-            const unsigned int rounded = float16_pair(value, 0.0f);
-            unsigned char* const word = solver + tile_offset<SCORE_ROW_BYTES>(row + next, column / 8) + column % 8 * 2;
-            *reinterpret_cast<unsigned short*>(word) = static_cast<unsigned short>(rounded);
-            if constexpr (OPERANDS == 2)
-                *reinterpret_cast<unsigned short*>(word + SCORE_TERM_BYTES) =
-                    static_cast<unsigned short>(left_over(value, 0.0f, rounded));
-        }
+        for (int next = 0; next < 2; ++next)
+            targets[half][next] =
+                solver + (tile_offset<SCORE_ROW_BYTES>(lane % 4 * 2 + next, 0) ^ (2 * j + half) * 16) + lane / 4 * 2;
+    const auto store = [&](int i, int half, int side, int next, float entry) {
+        const float value = entry * scales[half];
+        const unsigned int rounded = float16_pair(value, 0.0f);
+        unsigned char* const word = targets[half][next] + (16 * i + 8 * side) * SCORE_ROW_BYTES;
+        *reinterpret_cast<unsigned short*>(word) = static_cast<unsigned short>(rounded);
+        if constexpr (OPERANDS == 2)
+            *reinterpret_cast<unsigned short*>(word + SCORE_TERM_BYTES) =
+                static_cast<unsigned short>(left_over(value, 0.0f, rounded));
     };
     LeftOperand<2> column[BLOCKS];  // T_ij transposed; entries before j are never used
     #pragma unroll
@@ -134,12 +139,11 @@ __device__ __forceinline__ void solve_column(
             for (int side = 0; side < 2; ++side)
                 #pragma unroll
                 for (int word = 0; word < 4; ++word) sums[side][word] = -sums[side][word];
-            column[i].set(sums[0], sums[1]);
+            if (i + 1 < BLOCKS) column[i].set(sums[0], sums[1]);
         }
         #pragma unroll
         for (int side = 0; side < 2; ++side)
             #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                store(i, half, side, sums[side][2 * half], sums[side][2 * half + 1]);
+            for (int word = 0; word < 4; ++word) store(i, word / 2, side, word % 2, sums[side][word]);
     }
 }

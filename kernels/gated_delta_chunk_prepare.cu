@@ -3,8 +3,8 @@
 // For a chunk of CHUNK_LEN tokens (the last of a row may have fewer) and a key head, with k, q the raw key and query:
 //   1. K = k / 2^a, Q = q / 2^b, as float16: a power of two for each token brings them near a norm of 1, so that 16-bit
 //      keys and queries stay exact; r and s are what normalising leaves to do: k/|k| = r K
-//   2. KK = K K^T, QK = Q K^T, once for the value heads of the group
-// and for each of its value heads, with G_i the sum of log2(decay) up to token i:
+//   2. KK = K K^T, QK = Q K^T, once for two value heads of the group
+// and for each of these, with G_i the sum of log2(decay) up to token i:
 //   3. A[i,j] = beta_i r_i r_j exp(G_i - G_j) KK[i,j] for j < i    T = (I + A)^-1, unit lower triangular
 //   4. solver[i,j] = T[i,j] beta_j      scores[i,j] = exp(G_i - G_j) r_j QK[i,j] for j <= i
 //   5. the scalars of chunk_workspace.cuh
@@ -20,7 +20,8 @@
 //            WORK_TYPE (qkv), GATE_TYPE (decay, beta): float, float16, bfloat16
 //            IS_PACKED: whether qkv takes the widest accesses (numeric_types.cuh); SHARED_BYTES of a block
 // BLOCK      256 threads: half of the warps for KK and what follows, half for QK
-// GRID       slab_chunks * num_key_heads: key heads of a chunk are neighbours
+// GRID       slab_chunks * num_key_heads * ceil(group_size / 2): a block for each two value heads of a key head, which are
+//            neighbours; the first of them writes keys and queries
 // SHAPES     qkv_conv_output [total_seq_len, conv_dim]; decay_per_token, beta_per_token [total_seq_len, num_value_heads];
 //            chunk_plan, slab: chunk_workspace.cuh. The slab's chunks begin with number first_chunk of the plan.
 // MUTATES    slab
@@ -78,7 +79,7 @@ __device__ __forceinline__ float add_across_8_lanes(float value) {
     return value;
 }
 
-// 8 values, each rounded to a term, and what that leaves over to the next.
+// 8 values, each rounded to a term, and what that leaves over to the next. `global`: nullptr where it is not needed.
 __device__ __forceinline__ void store_piece(
     const float (&values)[8], unsigned char* shared, unsigned char* global, int offset) {
     unsigned int words[OPERANDS][4];
@@ -91,7 +92,7 @@ __device__ __forceinline__ void store_piece(
     for (int term = 0; term < OPERANDS; ++term) {
         const uint4 pack = make_uint4(words[term][0], words[term][1], words[term][2], words[term][3]);
         *reinterpret_cast<uint4*>(shared + term * KEY_TERM_BYTES + offset) = pack;
-        *reinterpret_cast<uint4*>(global + term * KEY_TERM_BYTES + offset) = pack;
+        if (global != nullptr) *reinterpret_cast<uint4*>(global + term * KEY_TERM_BYTES + offset) = pack;
     }
 }
 
@@ -290,37 +291,42 @@ __device__ __forceinline__ void make_gates(
 
 // ---- A and the scores, from the products that a warp holds ----
 
-// Calls use(row, column, sums of two neighbouring columns) for what a lane holds of a tile of products.
-template <typename Use>
-__device__ __forceinline__ void for_each_pair(const float (&products)[SCORE_TILES][4], int strip, const Use& use) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    #pragma unroll
-    for (int tile = 0; tile < SCORE_TILES; ++tile)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            use(16 * strip + 8 * half + lane / 4, 8 * tile + lane % 4 * 2, products[tile][2 * half],
-                products[tile][2 * half + 1]);
-}
-
+// A warp's products have 16 rows, of which a lane has two: row lane / 4 and the eighth after it.
 __device__ __forceinline__ void make_scores(
     const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, unsigned char* scores) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const float unit = whole_power(-gates.score_power);
-    for_each_pair(products, strip, [&](int i, int j, float first, float second) {
-        first = j <= i ? first * gates.decay_between(i, j) * (gates.key[j] * unit) : 0.0f;
-        second = j + 1 <= i ? second * gates.decay_between(i, j + 1) * (gates.key[j + 1] * unit) : 0.0f;
-        store_score_pair(scores, i, j, first, second);
-    });
+    #pragma unroll
+    for (int tile = 0; tile < SCORE_TILES; ++tile) {
+        const int j = 8 * tile + lane % 4 * 2;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 16 * strip + 8 * half + lane / 4;
+            const float first = j <= i ? products[tile][2 * half] * gates.decay_between(i, j) * (gates.key[j] * unit) : 0.0f;
+            const float second =
+                j + 1 <= i ? products[tile][2 * half + 1] * gates.decay_between(i, j + 1) * (gates.key[j + 1] * unit) : 0.0f;
+            store_score_pair(scores, 16 * strip + 8 * half, lane / 4, tile, lane % 4, first, second);
+        }
+    }
 }
 
 __device__ __forceinline__ void make_triangle(
     const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, Triangle& triangle) {
-    for_each_pair(products, strip, [&](int i, int j, float first, float second) {
-        if (j / 16 > i / 16) return;
-        const float factor = gates.beta[i] * gates.key[i];
-        first = j < i ? first * gates.decay_between(i, j) * (gates.key[j] * factor) : 0.0f;
-        second = j + 1 < i ? second * gates.decay_between(i, j + 1) * (gates.key[j + 1] * factor) : 0.0f;
-        triangle.store_pair(i, j, first, second);
-    });
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int tile = 0; tile < SCORE_TILES; ++tile) {
+        if (tile / 2 > strip) continue;
+        const int j = 8 * tile + lane % 4 * 2;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 16 * strip + 8 * half + lane / 4;
+            const float factor = gates.beta[i] * gates.key[i];
+            const float first = j < i ? products[tile][2 * half] * gates.decay_between(i, j) * (gates.key[j] * factor) : 0.0f;
+            const float second =
+                j + 1 < i ? products[tile][2 * half + 1] * gates.decay_between(i, j + 1) * (gates.key[j + 1] * factor) : 0.0f;
+            triangle.store_pair(i, j, first, second);
+        }
+    }
 }
 
 // Solvers or scores of the heads from shared memory to the slab.
@@ -330,7 +336,9 @@ __device__ __forceinline__ void copy_tiles(
         reinterpret_cast<uint4*>(global)[i] = reinterpret_cast<const uint4*>(shared)[i];
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_prepare(
+constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 75 * 1024 ? 3 : 2;  // of a multiprocessor
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_chunk_prepare(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,
@@ -339,8 +347,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_prep
     Shared& shared = *reinterpret_cast<Shared*>(launch_shared_memory<SHARED_BYTES>());
     const ChunkPlan plan = {chunk_plan, max_chunks};
     const ChunkSlab out = {slab, num_key_heads, group_size};
-    const unsigned int place = blockIdx.x / static_cast<unsigned int>(num_key_heads);
-    const unsigned int key_head = blockIdx.x % static_cast<unsigned int>(num_key_heads);
+    const unsigned int pairs = (static_cast<unsigned int>(group_size) + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+    const unsigned int first_head = blockIdx.x % pairs * HEADS_AT_ONCE;  // of the group
+    const unsigned int key_head = blockIdx.x / pairs % static_cast<unsigned int>(num_key_heads);
+    const unsigned int place = blockIdx.x / pairs / static_cast<unsigned int>(num_key_heads);
     const unsigned int chunk = static_cast<unsigned int>(first_chunk) + place;
     if (place >= slab_chunks || chunk >= plan.num_chunks()) return;
     const long long token = plan.token(chunk);
@@ -351,51 +361,50 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_prep
     const bool multiplies = strip < STRIPS;
 
     unsigned char* const queries = shared.tiles + OPERANDS * KEY_TERM_BYTES;
-    unsigned char* const key_out = out.key_head(place, key_head);
+    unsigned char* const key_out = first_head == 0 ? out.key_head(place, key_head) : nullptr;
     const WORK_TYPE* const query = qkv_conv_output + token * qkv_token_stride + key_head * KEY_HEAD_DIM * qkv_channel_stride;
     const WORK_TYPE* const key = query + num_key_heads * KEY_HEAD_DIM * qkv_channel_stride;
     make_tiles(key, qkv_token_stride, qkv_channel_stride, length, shared.tiles, key_out, shared.norms.key);
-    make_tiles(query, qkv_token_stride, qkv_channel_stride, length, queries, key_out + OPERANDS * KEY_TERM_BYTES,
-               shared.norms.query);
+    make_tiles(query, qkv_token_stride, qkv_channel_stride, length, queries,
+               key_out == nullptr ? nullptr : key_out + OPERANDS * KEY_TERM_BYTES, shared.norms.query);
     __syncthreads();
     float products[SCORE_TILES][4];
     if (multiplies) multiply_tiles(products, multiplies_queries ? queries : shared.tiles, shared.tiles, strip);
 
-    for (int first_head = 0; first_head < group_size; first_head += HEADS_AT_ONCE) {
-        const int num_heads = min(static_cast<int>(group_size) - first_head, HEADS_AT_ONCE);
-        const long long first_value_head = key_head * group_size + first_head;
-        const auto head_out = [&](int head) { return out.value_head(place, first_value_head + head); };
-        if (warp < num_heads) {
-            const long long head = first_value_head + warp;
-            const GateArrays arrays = {
-                decay_per_token + token * decay_token_stride + head * decay_head_stride, decay_token_stride,
-                beta_per_token + token * beta_token_stride + head * beta_head_stride, beta_token_stride};
-            make_gates(arrays, shared.norms, length, shared.gates[warp],
-                       *reinterpret_cast<ChunkScalars*>(head_out(warp) + SCALARS_OFFSET));
-        }
-        __syncthreads();  // now the tiles of keys and queries are free
-        for (int head = 0; head < num_heads && multiplies; ++head) {
-            const Gates& gates = shared.gates[head];
-            if (multiplies_queries) make_scores(products, strip, gates, shared.scores(head));
-            if (!multiplies_queries) make_triangle(products, strip, gates, shared.triangles[head]);
-        }
-        __syncthreads();
-        if (warp < 4) {
-            const int block = static_cast<int>(threadIdx.x) / 16;  // a half-warp each
-            const int head = block / STRIPS;
-            if (head < num_heads) invert_block(shared.triangles[head], block % STRIPS);
-        } else {
-            for (int head = 0; head < num_heads; ++head)
-                copy_tiles(shared.scores(head), head_out(head) + OPERANDS * SCORE_TERM_BYTES, 128, 128);
-        }
-        __syncthreads();
-        const int head = warp / STRIPS;
-        if (head < num_heads) {
-            const Gates& gates = shared.gates[head];
-            solve_column(shared.triangles[head], warp % STRIPS, gates.beta, whole_power(-gates.solve_power),
-                         shared.solver(head));
-        }
-        __syncthreads();
-        for (int i = 0; i < num_heads; ++i) copy_tiles(shared.solver(i), head_out(i), 0, NUM_THREADS);
+    const int num_heads = min(static_cast<int>(group_size - first_head), HEADS_AT_ONCE);
+    const long long first_value_head = key_head * group_size + first_head;
+    const auto head_out = [&](int head) { return out.value_head(place, first_value_head + head); };
+    if (warp < num_heads) {
+        const long long head = first_value_head + warp;
+        const GateArrays arrays = {decay_per_token + token * decay_token_stride + head * decay_head_stride,
+                                   decay_token_stride,
+                                   beta_per_token + token * beta_token_stride + head * beta_head_stride,
+                                   beta_token_stride};
+        make_gates(arrays, shared.norms, length, shared.gates[warp],
+                   *reinterpret_cast<ChunkScalars*>(head_out(warp) + SCALARS_OFFSET));
     }
+    __syncthreads();  // now the tiles of keys and queries are free
+    for (int head = 0; head < num_heads && multiplies; ++head) {
+        const Gates& gates = shared.gates[head];
+        if (multiplies_queries) make_scores(products, strip, gates, shared.scores(head));
+        if (!multiplies_queries) make_triangle(products, strip, gates, shared.triangles[head]);
+    }
+    __syncthreads();
+    if (warp < 4) {
+        const int block = static_cast<int>(threadIdx.x) / 16;  // a half-warp each
+        const int head = block / STRIPS;
+        if (head < num_heads) invert_block(shared.triangles[head], block % STRIPS);
+    } else {
+        for (int head = 0; head < num_heads; ++head)
+            copy_tiles(shared.scores(head), head_out(head) + OPERANDS * SCORE_TERM_BYTES, 128, 128);
+    }
+    __syncthreads();
+    const int head = warp / STRIPS;
+    if (head < num_heads) {
+        const Gates& gates = shared.gates[head];
+        solve_column(shared.triangles[head], warp % STRIPS, gates.beta, whole_power(-gates.solve_power),
+                     shared.solver(head));
+    }
+    __syncthreads();
+    for (int i = 0; i < num_heads; ++i) copy_tiles(shared.solver(i), head_out(i), 0, NUM_THREADS);
 }

@@ -14,7 +14,8 @@ from gdn import arrays
 from gdn.arrays import Argument
 from gdn.backends import gated_delta_chunk_plan as plan_kernel
 from gdn.backends import gated_delta_chunk_prepare as prepare_kernel
-from gdn.backends import gated_delta_chunk_walk as walk_kernel
+from gdn.backends import gated_delta_chunk_walk as portable_walk
+from gdn.backends import gated_delta_chunk_walk_sm90 as sm90_walk
 from gdn.backends import gated_delta_recurrence_fwd as fwd_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import numpy as numpy_backend
@@ -83,9 +84,11 @@ def launches(
 
 
 def _slab_launches(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first: int) -> Iterator[Launch]:
+    has_own = sm90_walk.is_for(inputs.recurrent_state.place) and sm90_walk.serves(inputs, out, layout)
+    walk = sm90_walk if has_own else portable_walk
     for slab in range(layout.num_slabs):
         yield prepare_kernel.launch(inputs, layout, first, slab)
-        yield walk_kernel.launch(inputs, out, layout, first, slab)
+        yield walk.launch(inputs, out, layout, first, slab)
 
 
 def _short_rows(inputs: RecurrenceInputs, out: Argument, slots: int) -> Launch:

@@ -28,6 +28,7 @@ KERNEL = Kernel(
     ),
 )
 _THREADS = 256
+_HEADS_AT_ONCE = 2  # value heads of a block
 
 
 def shared_bytes(layout: ChunkLayout) -> int:
@@ -61,7 +62,7 @@ def launch(inputs: RecurrenceInputs, layout: ChunkLayout, first_part: int, slab:
     qkv, decay, beta = inputs.qkv_conv_output, inputs.decay_per_token, inputs.beta_per_token
     return Launch(
         variant(inputs, layout),
-        layout.slab_chunks * layout.geometry.num_key_heads,
+        layout.slab_chunks * layout.geometry.num_key_heads * -(-layout.geometry.group_size // _HEADS_AT_ONCE),
         _THREADS,
         (
             *(qkv.pointer, *qkv.strides),

@@ -90,18 +90,25 @@ def variant(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout) -> Var
 
 def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_part: int, slab: int) -> Launch:
     """The complete launch for a slab, by its number. first_part: the address of the first part of the workspace."""
-    qkv, state = inputs.qkv_conv_output, inputs.recurrent_state
-    carry_in, carry_out = (first_part + layout.carry_offsets[(slab + side) % 2] for side in (0, 1))
     return Launch(
         variant(inputs, out, layout),
-        num_blocks(layout, state.place),
+        num_blocks(layout, inputs.recurrent_state.place),
         2 * tile_columns(layout),
-        (
-            *(qkv.pointer, *qkv.strides),
-            *(state.pointer, state.strides[0]),
-            *(out.pointer, *out.strides),
-            *(first_part, first_part + layout.slab_offset, carry_in, carry_out),
-            *(slab * layout.slab_chunks, layout.slab_chunks, layout.max_chunks),
-            *(layout.geometry.num_key_heads, layout.geometry.group_size),
-        ),
+        arguments(inputs, out, layout, first_part, slab),
+    )
+
+
+def arguments(
+    inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_part: int, slab: int
+) -> tuple[int, ...]:
+    """The values of the kernel's parameters."""
+    qkv, state = inputs.qkv_conv_output, inputs.recurrent_state
+    carry_in, carry_out = (first_part + layout.carry_offsets[(slab + side) % 2] for side in (0, 1))
+    return (
+        *(qkv.pointer, *qkv.strides),
+        *(state.pointer, state.strides[0]),
+        *(out.pointer, *out.strides),
+        *(first_part, first_part + layout.slab_offset, carry_in, carry_out),
+        *(slab * layout.slab_chunks, layout.slab_chunks, layout.max_chunks),
+        *(layout.geometry.num_key_heads, layout.geometry.group_size),
     )

@@ -31,7 +31,7 @@ def chunked_tolerance(work_dtype: str, dtype: str, inputs: str = "model") -> Tol
     norm, element, reason = 1e-3, 4e-3, "operands of tensor cores with 11 significant bits, measured up to 6e-4"
     if work_dtype == "float32":
         norm, element, reason = 2e-4, 1e-3, "operands of tensor cores in two terms of 11 significant bits"
-    if inputs == "near_equal_keys":
+    elif inputs == "near_equal_keys":
         norm, element = 5e-3, 2e-2
         reason += "; keys that are nearly equal and steps near 2 let errors of a chunk's deltas grow"
     if dtype == "bfloat16":

@@ -31,17 +31,16 @@ struct Triangle {
         return terms + block * BLOCK_BYTES + tile_offset<BLOCK_ROW_BYTES>(row, column / 8) + column % 8 * 2;
     }
 
-    // A[i, j] and A[i, j + 1], j even.
-    __device__ __forceinline__ void store_pair(int i, int j, float first, float second) {
-        const int row = i / 16;
-        const int column = j / 16;
-        if (row == column) {
-            diagonal[row][i % 16][j % 16] = first;
-            diagonal[row][i % 16][j % 16 + 1] = second;
+    // Two neighbouring entries of A: of a block, a row of it, the `pair`th two of a piece.
+    __device__ __forceinline__ void store_pair(
+        int block_row, int block_column, int row, int piece, int pair, float first, float second) {
+        if (block_row == block_column) {
+            *reinterpret_cast<float2*>(&diagonal[block_row][row][piece * 8 + pair * 2]) = make_float2(first, second);
             return;
         }
         const unsigned int rounded = float16_pair(first, second);
-        unsigned char* const word = term_word(block_number(row, column), i % 16, j % 16);
+        unsigned char* const word =
+            block(block_row, block_column) + tile_offset<BLOCK_ROW_BYTES>(row, piece) + pair * 4;
         *reinterpret_cast<unsigned int*>(word) = rounded;
         *reinterpret_cast<unsigned int*>(word + TRIANGLE_TERM_BYTES) = left_over(first, second, rounded);
     }

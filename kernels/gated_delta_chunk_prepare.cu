@@ -49,11 +49,6 @@ struct Gates {
     float key[CHUNK_LEN];        // r_i
     int score_power;
     int solve_power;
-
-    // exp(G_i - G_j), i not before j.
-    __device__ __forceinline__ float decay_between(int i, int j) const {
-        return last_zero[i] <= j ? power_of_two(log_decay[i] - log_decay[j]) : 0.0f;
-    }
 };
 
 // Tiles of keys and queries; when these are multiplied, solvers and scores take their place.
@@ -96,29 +91,45 @@ __device__ __forceinline__ void store_piece(
     }
 }
 
-// Bring the keys, or the queries, of the chunk's tokens into their tiles, and leave what remains of their inverse norms.
-// Rows beyond the chunk's last become 0. 8 lanes share a token.
+constexpr int TOKENS_AT_ONCE = NUM_THREADS / 8;  // 8 lanes share a token
+constexpr int PASSES = CHUNK_LEN / TOKENS_AT_ONCE;
+
+// The keys, or the queries, of the chunk's tokens as they lie in memory: what a lane has of them.
+struct RawRows {
+    Run<WORK_TYPE, 8, IS_PACKED> runs[PASSES][PIECES_OF_LANE];
+
+    __device__ __forceinline__ void load(
+        const WORK_TYPE* source, long long token_stride, long long channel_stride, int length) {
+        const int lane = static_cast<int>(threadIdx.x) % 8;
+        const int token = static_cast<int>(threadIdx.x) / 8;
+        const WORK_TYPE* const first = source + token * token_stride + lane * 8 * channel_stride;
+        #pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass)
+            #pragma unroll
+            for (int i = 0; i < PIECES_OF_LANE; ++i) {
+                runs[pass][i] = {};
+                if (token + pass * TOKENS_AT_ONCE < length && (i * 8 + lane) * 8 < KEY_HEAD_DIM)
+                    runs[pass][i].load(first + pass * TOKENS_AT_ONCE * token_stride + i * 64 * channel_stride,
+                                       channel_stride);
+            }
+    }
+};
+
+// Bring raw rows into their tiles, and leave what remains of their inverse norms.
 __device__ __forceinline__ void make_tiles(
-    const WORK_TYPE* source, long long token_stride, long long channel_stride, int length, unsigned char* shared,
-    unsigned char* global, float* norms) {
+    const RawRows& rows, unsigned char* shared, unsigned char* global, float* norms) {
     const int lane = static_cast<int>(threadIdx.x) % 8;
     #pragma unroll
-    for (int first = 0; first < CHUNK_LEN; first += NUM_THREADS / 8) {
-        const int token = first + static_cast<int>(threadIdx.x) / 8;
+    for (int pass = 0; pass < PASSES; ++pass) {
         float values[PIECES_OF_LANE][8];
         float sum = 0.0f;
         #pragma unroll
-        for (int i = 0; i < PIECES_OF_LANE; ++i) {
-            const int piece = i * 8 + lane;
-            Run<WORK_TYPE, 8, IS_PACKED> run;
-            const bool is_there = token < length && piece * 8 < KEY_HEAD_DIM;
-            if (is_there) run.load(source + token * token_stride + piece * 8 * channel_stride, channel_stride);
+        for (int i = 0; i < PIECES_OF_LANE; ++i)
             #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                values[i][j] = is_there ? run[j] : 0.0f;
+                values[i][j] = rows.runs[pass][i][j];
                 sum = fmaf(values[i][j], values[i][j], sum);
             }
-        }
         sum = add_across_8_lanes(sum);
         const int power = exponent_of(sum) >> 1;  // rounded down
         const float scale = whole_power(-power);
@@ -129,14 +140,18 @@ __device__ __forceinline__ void make_tiles(
             #pragma unroll
             for (int i = 0; i < PIECES_OF_LANE; ++i)
                 #pragma unroll
-                for (int j = 0; j < 8; ++j) rest += values[i][j] * 0.0f;
+                for (int j = 0; j < 8; ++j) {
+                    rest += values[i][j] * 0.0f;
+                    if (!is_finite(sum)) values[i][j] = 0.0f;
+                }
             rest = add_across_8_lanes(rest);
             if (!is_finite(sum)) left = rest;
         }
+        const int token = pass * TOKENS_AT_ONCE + static_cast<int>(threadIdx.x) / 8;
         #pragma unroll
         for (int i = 0; i < PIECES_OF_LANE; ++i) {
             #pragma unroll
-            for (int j = 0; j < 8; ++j) values[i][j] = is_finite(sum) ? values[i][j] * scale : 0.0f;
+            for (int j = 0; j < 8; ++j) values[i][j] *= scale;
             store_piece(values[i], shared, global, key_piece_offset(token, i * 8 + lane));
         }
         if (lane == 0) norms[token] = left;
@@ -186,16 +201,30 @@ __device__ __forceinline__ int held_power(float largest) {
     return power < -MAX_POWER ? -MAX_POWER : power;
 }
 
-struct GateArrays {
-    const GATE_TYPE* decay;
-    long long decay_token_stride;
-    const GATE_TYPE* beta;
-    long long beta_token_stride;
+// Gates of the chunk's tokens as they lie in memory: what a lane has of them, neighbouring tokens.
+struct RawGates {
+    float decay[TOKENS_OF_LANE];
+    float beta[TOKENS_OF_LANE];
+
+    __device__ __forceinline__ void load(
+        const GATE_TYPE* decays, long long decay_token_stride, const GATE_TYPE* betas, long long beta_token_stride,
+        int length) {
+        #pragma unroll
+        for (int i = 0; i < TOKENS_OF_LANE; ++i) {
+            const int token = static_cast<int>(threadIdx.x) % 32 * TOKENS_OF_LANE + i;
+            decay[i] = 1.0f;
+            beta[i] = 0.0f;
+            if (token < length) {
+                decay[i] = to_float(decays[token * decay_token_stride]);
+                beta[i] = to_float(betas[token * beta_token_stride]);
+            }
+        }
+    }
 };
 
-// One warp makes the gates and scalars of a value head; a lane has neighbouring tokens.
+// One warp makes the gates and scalars of a value head.
 __device__ __forceinline__ void make_gates(
-    const GateArrays& arrays, const TokenNorms& norms, int length, Gates& gates, ChunkScalars& scalars) {
+    const RawGates& raw, const TokenNorms& norms, Gates& gates, ChunkScalars& scalars) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float sums[TOKENS_OF_LANE], keys[TOKENS_OF_LANE], betas[TOKENS_OF_LANE];
     int zeros[TOKENS_OF_LANE];
@@ -205,12 +234,8 @@ __device__ __forceinline__ void make_gates(
     #pragma unroll
     for (int i = 0; i < TOKENS_OF_LANE; ++i) {
         const int token = lane * TOKENS_OF_LANE + i;
-        float decay = 1.0f;
-        float beta = 0.0f;
-        if (token < length) {
-            decay = to_float(arrays.decay[token * arrays.decay_token_stride]);
-            beta = to_float(arrays.beta[token * arrays.beta_token_stride]);
-        }
+        float decay = raw.decay[i];
+        float beta = raw.beta[i];
         float key = norms.key[token];
         // A decay below 0 has no logarithm.
         if (!is_finite(key) || !is_finite(beta) || !is_finite(decay) || decay < 0.0f) {
@@ -288,40 +313,74 @@ __device__ __forceinline__ void make_gates(
 
 // ---- A and the scores, from the products that a warp holds ----
 
-// A warp's products have 16 rows, of which a lane has two: row lane / 4 and the eighth after it.
+// The two rows that a lane has of a strip of products: row lane / 4 and the eighth after it.
+struct ProductRow {
+    int token;
+    int last_zero;
+    float log_decay;
+
+    __device__ __forceinline__ ProductRow(const Gates& gates, int strip, int half)
+        : token(16 * strip + 8 * half + static_cast<int>(threadIdx.x) % 32 / 4),
+          last_zero(gates.last_zero[token]),
+          log_decay(gates.log_decay[token]) {}
+
+    // product * exp(G_i - G_j) * factor, i being the row, where j is not before the last zero and before `end`; else 0.
+    // Without branches: the power may overflow where it does not count.
+    __device__ __forceinline__ float entry(float product, float other_log_decay, float factor, int j, int end) const {
+        const float value = product * (power_of_two(log_decay - other_log_decay) * factor);
+        return j >= last_zero && j < end ? value : 0.0f;
+    }
+};
+
+// The two numbers that a lane needs of `values` for its columns of a tile.
+__device__ __forceinline__ float2 of_columns(const float* values, int tile) {
+    return *reinterpret_cast<const float2*>(values + 8 * tile + static_cast<int>(threadIdx.x) % 4 * 2);
+}
+
 __device__ __forceinline__ void make_scores(
     const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, unsigned char* scores) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float unit = whole_power(-gates.score_power);
+    const ProductRow rows[2] = {ProductRow(gates, strip, 0), ProductRow(gates, strip, 1)};
     #pragma unroll
     for (int tile = 0; tile < SCORE_TILES; ++tile) {
         const int j = 8 * tile + lane % 4 * 2;
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = 16 * strip + 8 * half + lane / 4;
-            const float first = j <= i ? products[tile][2 * half] * gates.decay_between(i, j) * (gates.key[j] * unit) : 0.0f;
-            const float second =
-                j + 1 <= i ? products[tile][2 * half + 1] * gates.decay_between(i, j + 1) * (gates.key[j + 1] * unit) : 0.0f;
-            store_score_pair(scores, 16 * strip + 8 * half, lane / 4, tile, lane % 4, first, second);
+        float entries[2][2] = {};
+        if (tile / 2 <= strip) {
+            const float2 log_decay = of_columns(gates.log_decay, tile);
+            const float2 key = of_columns(gates.key, tile);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const ProductRow& row = rows[half];
+                entries[half][0] = row.entry(products[tile][2 * half], log_decay.x, key.x * unit, j, row.token + 1);
+                entries[half][1] = row.entry(products[tile][2 * half + 1], log_decay.y, key.y * unit, j + 1, row.token + 1);
+            }
         }
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            store_score_pair(scores, 16 * strip + 8 * half, lane / 4, tile, lane % 4, entries[half][0], entries[half][1]);
     }
 }
 
 __device__ __forceinline__ void make_triangle(
     const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, Triangle& triangle) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const ProductRow rows[2] = {ProductRow(gates, strip, 0), ProductRow(gates, strip, 1)};
+    const float factors[2] = {gates.beta[rows[0].token] * gates.key[rows[0].token],
+                              gates.beta[rows[1].token] * gates.key[rows[1].token]};
     #pragma unroll
     for (int tile = 0; tile < SCORE_TILES; ++tile) {
         if (tile / 2 > strip) continue;
         const int j = 8 * tile + lane % 4 * 2;
+        const float2 log_decay = of_columns(gates.log_decay, tile);
+        const float2 key = of_columns(gates.key, tile);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = 16 * strip + 8 * half + lane / 4;
-            const float factor = gates.beta[i] * gates.key[i];
-            const float first = j < i ? products[tile][2 * half] * gates.decay_between(i, j) * (gates.key[j] * factor) : 0.0f;
-            const float second =
-                j + 1 < i ? products[tile][2 * half + 1] * gates.decay_between(i, j + 1) * (gates.key[j + 1] * factor) : 0.0f;
-            triangle.store_pair(i, j, first, second);
+            const ProductRow& row = rows[half];
+            triangle.store_pair(
+                strip, tile / 2, 8 * half + lane / 4, tile % 2, lane % 4,
+                row.entry(products[tile][2 * half], log_decay.x, key.x * factors[half], j, row.token),
+                row.entry(products[tile][2 * half + 1], log_decay.y, key.y * factors[half], j + 1, row.token));
         }
     }
 }
@@ -359,27 +418,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
 
     unsigned char* const queries = shared.tiles + OPERANDS * KEY_TERM_BYTES;
     unsigned char* const key_out = first_head == 0 ? out.key_head(place, key_head) : nullptr;
+    const int num_heads = min(static_cast<int>(group_size - first_head), HEADS_AT_ONCE);
+    const long long first_value_head = key_head * group_size + first_head;
+    const auto head_out = [&](int head) { return out.value_head(place, first_value_head + head); };
+
+    // Every load is under way before the first value is used.
     const WORK_TYPE* const query = qkv_conv_output + token * qkv_token_stride + key_head * KEY_HEAD_DIM * qkv_channel_stride;
-    const WORK_TYPE* const key = query + num_key_heads * KEY_HEAD_DIM * qkv_channel_stride;
-    make_tiles(key, qkv_token_stride, qkv_channel_stride, length, shared.tiles, key_out, shared.norms.key);
-    make_tiles(query, qkv_token_stride, qkv_channel_stride, length, queries,
-               key_out == nullptr ? nullptr : key_out + OPERANDS * KEY_TERM_BYTES, shared.norms.query);
+    RawRows key_rows, query_rows;
+    key_rows.load(query + num_key_heads * KEY_HEAD_DIM * qkv_channel_stride, qkv_token_stride, qkv_channel_stride, length);
+    query_rows.load(query, qkv_token_stride, qkv_channel_stride, length);
+    RawGates raw_gates;
+    if (warp < num_heads) {
+        const long long head = first_value_head + warp;
+        raw_gates.load(decay_per_token + token * decay_token_stride + head * decay_head_stride, decay_token_stride,
+                       beta_per_token + token * beta_token_stride + head * beta_head_stride, beta_token_stride, length);
+    }
+    make_tiles(key_rows, shared.tiles, key_out, shared.norms.key);
+    make_tiles(query_rows, queries, key_out == nullptr ? nullptr : key_out + OPERANDS * KEY_TERM_BYTES,
+               shared.norms.query);
     __syncthreads();
     float products[SCORE_TILES][4];
     if (multiplies) multiply_tiles(products, multiplies_queries ? queries : shared.tiles, shared.tiles, strip);
 
-    const int num_heads = min(static_cast<int>(group_size - first_head), HEADS_AT_ONCE);
-    const long long first_value_head = key_head * group_size + first_head;
-    const auto head_out = [&](int head) { return out.value_head(place, first_value_head + head); };
-    if (warp < num_heads) {
-        const long long head = first_value_head + warp;
-        const GateArrays arrays = {decay_per_token + token * decay_token_stride + head * decay_head_stride,
-                                   decay_token_stride,
-                                   beta_per_token + token * beta_token_stride + head * beta_head_stride,
-                                   beta_token_stride};
-        make_gates(arrays, shared.norms, length, shared.gates[warp],
+    if (warp < num_heads)
+        make_gates(raw_gates, shared.norms, shared.gates[warp],
                    *reinterpret_cast<ChunkScalars*>(head_out(warp) + SCALARS_OFFSET));
-    }
     __syncthreads();  // now the tiles of keys and queries are free
     for (int head = 0; head < num_heads && multiplies; ++head) {
         const Gates& gates = shared.gates[head];

@@ -130,11 +130,14 @@ struct ColumnPowers {
     int values;  // taken out of values, R and V'
 };
 
-__device__ __forceinline__ ColumnPowers column_powers(float largest_sum, int state_power, float largest_value) {
+__device__ __forceinline__ ColumnPowers column_powers(
+    float largest_sum, int state_power, float largest_value, float largest_decay) {
     const int sums = exponent_of(largest_sum);
     const int state = state_power + sums;
     int values = exponent_of(largest_value);
-    if (largest_sum > 0.0f && (state > values || largest_value == 0.0f)) values = state;
+    // The state counts as much as the first token sees of it, nothing behind a decay of 0.
+    const int seen = state + exponent_of(largest_decay);
+    if (largest_sum > 0.0f && largest_decay > 0.0f && (seen > values || largest_value == 0.0f)) values = seen;
     values = values < -100 ? -100 : values;
     return {sums, state, values};
 }
@@ -299,8 +302,10 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
     ColumnPair largest_value = largest_of(values);
     int first_bad[2];
     set_bad_apart(values, state, scalars.num_good, largest_value, first_bad);
-    const ColumnPowers powers[2] = {column_powers(largest_sum.first, state.power[0], largest_value.first),
-                                    column_powers(largest_sum.second, state.power[1], largest_value.second)};
+    const float largest_decay = scalars.decayed[0];
+    const ColumnPowers powers[2] = {
+        column_powers(largest_sum.first, state.power[0], largest_value.first, largest_decay),
+        column_powers(largest_sum.second, state.power[1], largest_value.second, largest_decay)};
     RoundedState rounded(state, powers);
 
     // R, then V' = T R

@@ -56,7 +56,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gdn.ring",
     ),
     "gdn.backends.numpy_chunked": (
-        *("gdn.arrays", "gdn.backends.numpy", "gdn.geometry", "gdn.indices", "gdn.recurrence"),
+        *("gdn.arrays", "gdn.backends.chunk_layout", "gdn.backends.numpy"),
+        *("gdn.geometry", "gdn.indices", "gdn.recurrence"),
     ),
     "gdn.backends.numpy_layer": ("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.indices"),
     "gdn.backends.recurrence": (
@@ -126,6 +127,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.oracle", "gdn.geometry", "gdn.backends.row_tile", "gdn.backends.recurrence"),
         *("gdn.testing.[bc]*", "gdn.testing.execute", "gdn.testing.ragged"),
     ),
+    "gdn.testing.chunked_cases": ("gdn.geometry", "gdn.testing.cases"),
+    "gdn.testing.chunked_checks": (
+        *("gdn.ops", "gdn.backends.chunk_layout", "gdn.backends.chunked"),
+        *("gdn.testing.[bc]*", "gdn.testing.execute"),
+    ),
     "gdn.testing.ring_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.[bc]*"),
     "gdn.testing.ring_device": ("gdn.ops", "gdn.testing.[bc]*", "gdn.testing.execute"),
     "gdn.testing.ring_walk": ("gdn.testing.[bc]*", "gdn.testing.ring_cases", "gdn.testing.ring_device"),
@@ -176,7 +182,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.geometry", "gdn.testing.conv1d_cases", "gdn.testing.gates_cases", "gdn.testing.steps_cases"),
     ),
     "gdn.testing.catalogue": (
-        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.ring_cases", "gdn.testing.layer_cases"),
+        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.chunked_cases"),
+        *("gdn.testing.ring_cases", "gdn.testing.layer_cases"),
     ),
     "gdn.testing.sweep": (
         *("gdn.testing.[bc]*", "gdn.testing.ring_c*", "gdn.testing.pending_[cs]*"),
@@ -186,7 +193,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.bench": (),
     "gdn.bench.timing": (),
     "gdn.bench.cases": ("gdn.geometry", "gdn.testing.*"),
-    "gdn.bench.case_lists": ("gdn.errors", "gdn.ring", "gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.case_lists": (
+        *("gdn.errors", "gdn.ring", "gdn.backends.chunk_layout", "gdn.bench.cases", "gdn.testing.*"),
+    ),
     "gdn.bench.loops": ("gdn.speculative", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.bench.loops", "gdn.testing.*"),
     "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
@@ -197,7 +206,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.timing", "gdn.bench.values"),
     ),
     "gdn.bench.build": (
-        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.testing.*"),
+        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.backends.chunked", "gdn.testing.*"),
         *("gdn.bench.cases", "gdn.bench.loops", "gdn.bench.machine", "gdn.bench.tables", "gdn.bench.traffic"),
         *("gdn.bench.values", "gdn.bench.workload"),
     ),

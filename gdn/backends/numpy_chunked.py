@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdn.arrays import Argument
+from gdn.backends.chunk_layout import ChunkLayout
 from gdn.backends.numpy import NORM_EPSILON, Float32Array, run_sequences, tree_sum
 from gdn.geometry import PAD_SLOT
 from gdn.indices import offset_values, slot_values
@@ -26,13 +27,9 @@ from gdn.recurrence import RecurrenceInputs
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-CHUNK_LEN = 64
-_BEFORE = np.tri(CHUNK_LEN, k=-1, dtype=bool)  # [i, j]: j < i
-_UP_TO = np.tri(CHUNK_LEN, dtype=bool)
-
 
 class _Chunk(NamedTuple):
-    """CHUNK_LEN tokens of a row; those behind its end change nothing. nk key heads, a group of G value heads each.
+    """C tokens of a row; those behind its end change nothing. nk key heads, a group of G value heads each.
 
     is_lost: what a non-finite key, gate or value at that token or before has reached. They are replaced here, because a
     matrix product would carry them to tokens that come before.
@@ -43,7 +40,7 @@ class _Chunk(NamedTuple):
     value: Float32Array  # [nk, G, C, VD]
     decay: Float32Array  # [nk, G, C]
     beta: Float32Array  # [nk, G, C]
-    is_lost: BoolArray  # [nk, G, C, VD]
+    is_lost: BoolArray  # [nk, G, C]
 
 
 def gated_delta_recurrence_fwd_chunked(inputs: RecurrenceInputs, out: Argument, min_row_len: int) -> None:
@@ -70,22 +67,23 @@ def gated_delta_recurrence_fwd_chunked(inputs: RecurrenceInputs, out: Argument, 
 
 def _run_row(inputs: RecurrenceInputs, out: np.ndarray[Any, Any], begin: int, end: int, state: Float32Array) -> None:
     """Run tokens [begin, end) from this state on, which becomes the last one."""
-    for first in range(begin, end, CHUNK_LEN):
-        rows = slice(first, min(first + CHUNK_LEN, end))
-        readout = _advance(_load(inputs, rows), state)
+    chunk_len = ChunkLayout(inputs.geometry, inputs.qkv_conv_output.dtype, 1, end - begin, 1).chunk_len
+    for first in range(begin, end, chunk_len):
+        rows = slice(first, min(first + chunk_len, end))
+        readout = _advance(_load(inputs, rows, chunk_len), state)
         tokens = np.moveaxis(readout, 2, 0)[: rows.stop - rows.start]
         out[rows] = tokens.reshape(len(tokens), -1).astype(out.dtype, copy=False)
 
 
-def _load(inputs: RecurrenceInputs, rows: slice) -> _Chunk:
+def _load(inputs: RecurrenceInputs, rows: slice, chunk_len: int) -> _Chunk:
     """Tokens of a chunk, keys and queries normalised, behind its end those that change nothing."""
     heads, num_tokens = inputs.geometry, rows.stop - rows.start
 
     def padded(array: np.ndarray[Any, Any], of_head: tuple[int, ...], beyond: float = 0) -> Float32Array:
         """[tokens, heads x elements] as float32 with the tokens before the last axis of `of_head`."""
-        tokens = np.full((CHUNK_LEN, array.shape[1]), beyond, np.float32)
+        tokens = np.full((chunk_len, array.shape[1]), beyond, np.float32)
         tokens[:num_tokens] = array
-        return np.moveaxis(tokens.reshape(CHUNK_LEN, *of_head), 0, 2)
+        return np.moveaxis(tokens.reshape(chunk_len, *of_head), 0, 2)
 
     channels = inputs.qkv_conv_output.array[rows]
     of_key, of_gate = (heads.num_key_heads, 1, heads.key_head_dim), (heads.num_key_heads, heads.group_size)
@@ -96,15 +94,14 @@ def _load(inputs: RecurrenceInputs, rows: slice) -> _Chunk:
     beta = padded(inputs.beta_per_token.array[rows], of_gate)
 
     is_key_lost = ~np.all(np.isfinite(key), axis=-1)
-    is_token_lost: BoolArray = is_key_lost | ~np.isfinite(decay) | ~np.isfinite(beta)
-    is_value_lost = ~np.isfinite(value)
+    is_lost: BoolArray = is_key_lost | ~np.isfinite(decay) | ~np.isfinite(beta)
     return _Chunk(
         query * (1 / (_norm(query) * np.sqrt(np.float32(heads.key_head_dim)))),
         np.where(is_key_lost[..., None], 0, key * (1 / _norm(key))),
-        np.where(is_value_lost, 0, value),
-        np.where(is_token_lost, 1, decay),
-        np.where(is_token_lost, 0, beta),
-        np.logical_or.accumulate(is_token_lost[..., None] | is_value_lost, axis=2),
+        value,
+        np.where(is_lost, 1, decay),
+        np.where(is_lost, 0, beta),
+        is_lost,
     )
 
 
@@ -115,8 +112,9 @@ def _norm(vectors: Float32Array) -> Float32Array:
 
 def _advance(chunk: _Chunk, state: Float32Array) -> Float32Array:
     """Advance `state` [nk, G, KD, VD] over a chunk, in place; returns its readout [nk, G, C, VD]."""
-    between = np.where(_BEFORE, chunk.decay[..., None], np.float32(1))
-    decays = np.where(_UP_TO, np.multiply.accumulate(between, axis=-2), 0)  # D
+    is_before = np.tri(chunk.decay.shape[-1], k=-1, dtype=bool)  # [i, j]: j < i
+    between = np.where(is_before, chunk.decay[..., None], np.float32(1))
+    decays = np.where(is_before | np.eye(len(is_before), dtype=bool), np.multiply.accumulate(between, axis=-2), 0)  # D
     since_start = np.multiply.accumulate(chunk.decay, axis=-1)[..., None]  # d
     memory, old_readout = chunk.key_hat @ state, chunk.query_hat @ state
     # A decay of 0 erases the state before the sums: they count as 0 even if a huge state made them overflow.
@@ -126,20 +124,27 @@ def _advance(chunk: _Chunk, state: Float32Array) -> Float32Array:
 
     keys = np.swapaxes(chunk.key_hat, -1, -2)
     beta = chunk.beta[..., None]
-    coupling = beta * np.where(_BEFORE, decays, 0) * (chunk.key_hat @ keys)  # A
+    coupling = beta * np.where(is_before, decays, 0) * (chunk.key_hat @ keys)  # A
     deltas = _solve(coupling, beta * (chunk.value - since_start * memory))
+    is_lost = np.logical_or.accumulate(_take_out(deltas) | chunk.is_lost[..., None], axis=2)
     readout: Float32Array = since_start * old_readout + (decays * (chunk.query_hat @ keys)) @ deltas
     state *= since_start[..., -1:, :]
     state += keys @ (decays[..., -1, :, None] * deltas)
 
-    if chunk.is_lost.any():
-        readout[chunk.is_lost] = np.nan
-        state[np.broadcast_to(chunk.is_lost[:, :, -1:], state.shape)] = np.nan
+    readout[is_lost] = np.nan
+    state[np.broadcast_to(is_lost[:, :, -1:], state.shape)] = np.nan
     return readout
 
 
 def _solve(coupling: Float32Array, deltas: Float32Array) -> Float32Array:
     """The V' of (I + A) V' = `deltas`, in their place: each token after those before it."""
-    for token in range(1, CHUNK_LEN):
+    for token in range(1, deltas.shape[-2]):
         deltas[..., token, None, :] -= coupling[..., token, None, :token] @ deltas[..., :token, :]
     return deltas
+
+
+def _take_out(deltas: Float32Array) -> BoolArray:
+    """Put 0 in place of deltas that are not finite, and say which: a product would carry them to earlier tokens too."""
+    is_out: BoolArray = ~np.isfinite(deltas)
+    deltas[is_out] = 0
+    return is_out

@@ -172,10 +172,14 @@ __device__ __forceinline__ float max_across_column(float value) {
     return fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < __uint_as_float(0x7F800000u); }
+
 // The values of a chunk that a lane has: of tokens 8 i + 2 * place and the next one, column `group` (words 2 i) or
 // `group` + 8 (2 i + 1) of the warp's 16.
 struct ChunkValues {
     unsigned int words[2 * TOKEN_TILES];
+    float largest[2];  // magnitude of the two columns, with infinity and NaN above all
+    bool are_finite;   // those of the warp, and keys and gates
 
     __device__ __forceinline__ void load(const unsigned char* values) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -190,20 +194,22 @@ struct ChunkValues {
         return float_of_word(&words[2 * tile + half], next, WORK_TYPE{});
     }
 
-    // The largest magnitude of a column, with infinity and NaN above all.
-    __device__ __forceinline__ float largest(int half) const {
-        unsigned int pair = 0;
+    __device__ __forceinline__ void find_largest(int num_good) {
         #pragma unroll
-        for (int tile = 0; tile < TOKEN_TILES; ++tile)
-            pair = max_of_pairs(pair, words[2 * tile + half] & 0x7FFF7FFFu);
-        unsigned int bits = max(pair & 0xFFFFu, pair >> 16);
-        bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 1));
-        bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 2));
-        return to_float(WORK_TYPE{static_cast<unsigned short>(bits)});
+        for (int half = 0; half < 2; ++half) {
+            unsigned int pair = 0;
+            #pragma unroll
+            for (int tile = 0; tile < TOKEN_TILES; ++tile)
+                pair = max_of_pairs(pair, words[2 * tile + half] & 0x7FFF7FFFu);
+            unsigned int bits = max(pair & 0xFFFFu, pair >> 16);
+            bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 1));
+            bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 2));
+            largest[half] = to_float(WORK_TYPE{static_cast<unsigned short>(bits)});
+        }
+        const bool is_good = is_finite(largest[0]) && is_finite(largest[1]) && num_good == CHUNK_LEN;
+        are_finite = __any_sync(0xFFFFFFFFu, !is_good) == 0;
     }
 };
-
-__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < __uint_as_float(0x7F800000u); }
 
 // What a lane knows of its two columns.
 struct Columns {
@@ -213,7 +219,7 @@ struct Columns {
 };
 
 // Where values, keys or gates of a chunk are not finite: their columns are NaN from that token on, and 0 in products.
-__device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& columns, int num_good, float (&largest)[2]) {
+__device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& columns, int num_good) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -233,12 +239,16 @@ __device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& colu
         }
         columns.first_bad[half] = first;
         columns.is_bad[half] = first < CHUNK_LEN;
-        largest[half] = values.largest(half);
     }
+    values.find_largest(num_good);
 }
 
 using State = float[KEY_TILES][4];
 using TokenSums = float[TOKEN_TILES][4];
+
+__device__ __forceinline__ const ChunkScalars& scalars_of(const unsigned char* stage) {
+    return *reinterpret_cast<const ChunkScalars*>(stage + KEY_HEAD_BYTES + SCALARS_OFFSET);
+}
 
 // The two numbers that a lane needs of a scalar for its tokens of a tile.
 __device__ __forceinline__ float2 of_tokens(const float* scalar, int tile) {
@@ -323,6 +333,16 @@ __device__ __forceinline__ void stage_readout(const TokenSums& readout, unsigned
     }
 }
 
+// The readout of tokens from a column's first bad one on is NaN.
+__device__ __forceinline__ void overwrite_bad(unsigned char* staged, const Columns& columns) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        for (int token = columns.first_bad[half] + lane % 4; token < CHUNK_LEN; token += 4)
+            from_float(__uint_as_float(0x7FFFFFFFu),
+                       reinterpret_cast<OUT_TYPE*>(staged + token * OUT_PITCH)[8 * half + lane / 4]);
+}
+
 // Run the chunks of one item.
 __device__ __forceinline__ void walk_piece(
     const Walk& walk, const RowPiece& piece, long long head, int tile_column, int group, Turn& turn,
@@ -347,16 +367,13 @@ __device__ __forceinline__ void walk_piece(
     do {
         const unsigned char* const stage = walk.stage(turn);
         const unsigned char* const solver = stage + KEY_HEAD_BYTES;
-        const ChunkScalars& scalars = *reinterpret_cast<const ChunkScalars*>(solver + SCALARS_OFFSET);
+        const ChunkScalars& scalars = scalars_of(stage);
         // Not a chunk of this walker: the one it is at, whose values nobody will use.
         const Turn next_turn = has_more || chunk + 1 < piece.end ? turn.next() : turn;
 
-        float largest_value[2] = {values.largest(0), values.largest(1)};
         columns.first_bad[0] = columns.is_bad[0] ? 0 : CHUNK_LEN;
         columns.first_bad[1] = columns.is_bad[1] ? 0 : CHUNK_LEN;
-        const bool all_finite =
-            is_finite(largest_value[0]) && is_finite(largest_value[1]) && scalars.num_good == CHUNK_LEN;
-        if (__any_sync(0xFFFFFFFFu, !all_finite)) set_bad_apart(values, columns, scalars.num_good, largest_value);
+        if (!values.are_finite) set_bad_apart(values, columns, scalars.num_good);
 
         // K S and Q S
         unsigned int rounded[KEY_STEPS][4];
@@ -396,8 +413,10 @@ __device__ __forceinline__ void walk_piece(
             const float largest = max_across_column(
                 float16_bits_to_float(static_cast<unsigned short>(max(pair & 0xFFFFu, pair >> 16))));
             const int state_power = columns.power[half] + exponent_of(largest);
-            int value_power = exponent_of(largest_value[half]);
-            if (largest > 0.0f && (state_power > value_power || largest_value[half] == 0.0f)) value_power = state_power;
+            int value_power = exponent_of(values.largest[half]);
+            // Behind a decay of 0 the state counts for nothing, however large it is.
+            if (largest * scalars.decayed[0] > 0.0f && (state_power > value_power || values.largest[half] == 0.0f))
+                value_power = state_power;
             value_power = max(value_power, -100);
             // The larger one of what is left of the state and what is added
             int power = value_power + delta_power;
@@ -419,9 +438,9 @@ __device__ __forceinline__ void walk_piece(
             const float2 keys_of = of_tokens(scalars.decayed_key + lane % 4 * 2, tile);
             #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float first = fmaf(memory[tile][2 * half] * memory_scales[half], keys_of.x,
+                const float first = fmaf(memory[tile][2 * half], memory_scales[half] * keys_of.x,
                                          values.get(tile, half, 0) * value_scales[half]);
-                const float second = fmaf(memory[tile][2 * half + 1] * memory_scales[half], keys_of.y,
+                const float second = fmaf(memory[tile][2 * half + 1], memory_scales[half] * keys_of.y,
                                           values.get(tile, half, 1) * value_scales[half]);
                 operand[tile / 2][tile % 2 * 2 + half] = float16_pair(first, second);
             }
@@ -436,28 +455,11 @@ __device__ __forceinline__ void walk_piece(
         commit_products();
         wait_for_products<0>();
 
-        // The state, in its new units
-        unsigned int update[TOKEN_STEPS][4];
+        // The state, in its new units, before any other product: the compiler would wait for it
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float unit = whole_power(value_powers[half] + delta_power - powers[half]);
+        for (int tile = 0; tile < KEY_TILES; ++tile)
             #pragma unroll
-            for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-                const float2 update_of = of_tokens(scalars.update + lane % 4 * 2, tile);
-                update[tile / 2][tile % 2 * 2 + half] = float16_pair(
-                    deltas[tile][2 * half] * (update_of.x * unit), deltas[tile][2 * half + 1] * (update_of.y * unit));
-            }
-            #pragma unroll
-            for (int tile = 0; tile < KEY_TILES; ++tile) {
-                state[tile][2 * half] *= decays[half];
-                state[tile][2 * half + 1] *= decays[half];
-            }
-        }
-        fence_products();
-        #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step)
-            multiply_group<true, true>(state, update[step], moved(keys, step * 16 * KEY_ROW_BYTES));
-        commit_products();
+            for (int i = 0; i < 4; ++i) state[tile][i] *= decays[i / 2];
 
         // P V'
         #pragma unroll
@@ -475,7 +477,24 @@ __device__ __forceinline__ void walk_piece(
             multiply_group<false, true>(inner, operand[step], moved(scores_at, step * 32));
         commit_products();
 
-        // What the readout needs beside the products, and the values of the next chunk
+        unsigned int update[TOKEN_STEPS][4];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float unit = whole_power(value_powers[half] + delta_power - powers[half]);
+            #pragma unroll
+            for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+                const float2 update_of = of_tokens(scalars.update + lane % 4 * 2, tile);
+                update[tile / 2][tile % 2 * 2 + half] = float16_pair(
+                    deltas[tile][2 * half] * (update_of.x * unit), deltas[tile][2 * half + 1] * (update_of.y * unit));
+            }
+        }
+        fence_products();
+        #pragma unroll
+        for (int step = 0; step < TOKEN_STEPS; ++step)
+            multiply_group<true, true>(state, update[step], moved(keys, step * 16 * KEY_ROW_BYTES));
+        commit_products();
+
+        // While the state is updated: the values of the next chunk, the readout of this one
         const int common_power = scalars.solve_power + scalars.score_power;
         float old_scales[2], inner_scales[2];
         #pragma unroll
@@ -488,8 +507,7 @@ __device__ __forceinline__ void walk_piece(
         values.load(walk.stage(next_turn) + values_offset);
         wait_for_round(barriers.stored[group], stored_parity ^ 1);
         stored_parity ^= 1;
-        wait_for_products<0>();
-
+        wait_for_products<1>();
         #pragma unroll
         for (int tile = 0; tile < TOKEN_TILES; ++tile) {
             const float2 decayed = of_tokens(scalars.decayed + lane % 4 * 2, tile);
@@ -500,16 +518,11 @@ __device__ __forceinline__ void walk_piece(
                 readout[tile][i] = fmaf(inner[tile][i], inner_scales[i / 2], old) * (i % 2 == 0 ? query.x : query.y);
             }
         }
-        if (columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN) {
-            #pragma unroll
-            for (int tile = 0; tile < TOKEN_TILES; ++tile)
-                #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (8 * tile + lane % 4 * 2 + i % 2 >= columns.first_bad[i / 2])
-                        readout[tile][i] = __uint_as_float(0x7FFFFFFFu);
-        }
-        __syncwarp();
         stage_readout(readout, staged);
+        values.find_largest(scalars_of(walk.stage(next_turn)).num_good);
+        wait_for_products<0>();
+        __syncwarp();
+        if (columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN) overwrite_bad(staged, columns);
         __syncwarp();
         if (lane == 0) {
             arrive(barriers.empty[turn.stage]);
@@ -534,6 +547,7 @@ __device__ __forceinline__ void walk_chunks(const Walk& walk, int group) {
     if (blockIdx.x >= num_items) return;
     wait_for_round(walk.barriers().full[0], 0);
     values.load(walk.stage(turn) + VALUES_OFFSET + group * VALUES_BYTES + warp * 32);
+    values.find_largest(scalars_of(walk.stage(turn)).num_good);
     unsigned int item = blockIdx.x;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
         item += gridDim.x;

@@ -33,15 +33,15 @@ static_assert(OPERANDS == 1 || OPERANDS == 2, "OPERAND_TERMS");
 // Of a chunk and a value head. With G_i the sum of the logarithms of the decays of the chunk's tokens up to i, r_i what is
 // left of the normalised key when a power of two is taken out of the raw one:
 struct ChunkScalars {
-    float decayed[CHUNK_LEN];      // exp(G_i)
-    float decayed_key[CHUNK_LEN];  // exp(G_i) r_i
-    float query[CHUNK_LEN];        // what is left of the normalised query, over sqrt(KEY_HEAD_DIM)
-    float update[CHUNK_LEN];       // exp(G_last - G_i) r_i / 2^update_power
+    float decayed[CHUNK_LEN];      // exp(G_i) / 2^readout_power
+    float decayed_key[CHUNK_LEN];  // -exp(G_i) r_i
+    float query[CHUNK_LEN];        // 2^readout_power times what is left of the normalised query, over sqrt(KEY_HEAD_DIM)
+    float update[CHUNK_LEN];       // exp(G_last - G_i) r_i 2^solve_power
     float decay;                   // exp(G_last)
-    int update_power;
-    int score_power;  // that was taken out of the scores
-    int solve_power;  // ... and out of the solver
-    int num_good;     // tokens before the first that holds what is not finite; CHUNK_LEN if there is none
+    int update_power;              // of the largest entry of `update`
+    int readout_power;             // that was taken out of solver and scores together
+    int num_good;                  // tokens before the first that holds what is not finite; CHUNK_LEN if there is none
+    float first_decay;             // exp(G_0): the most that the chunk sees of the state before it
     int unused[11];
 };
 

@@ -295,19 +295,19 @@ __device__ __forceinline__ void make_gates(
         gates.beta[token] = betas[i];
         gates.key[token] = keys[i];
         const float decayed = zeros[i] < 0 ? power_of_two(sums[i]) : 0.0f;
-        scalars.decayed[token] = decayed;
-        scalars.decayed_key[token] = decayed * keys[i];
-        scalars.query[token] = __fdiv_rn(norms.query[token], root);
-        scalars.update[token] = updates[i] * whole_power(-update_power);
+        scalars.decayed[token] = decayed * whole_power(-score_power - solve_power);
+        scalars.decayed_key[token] = -decayed * keys[i];
+        scalars.query[token] = __fdiv_rn(norms.query[token], root) * whole_power(score_power + solve_power);
+        scalars.update[token] = updates[i] * whole_power(solve_power);
     }
     if (lane == 0) {
         gates.score_power = score_power;
         gates.solve_power = solve_power;
         scalars.decay = last_zero < 0 ? power_of_two(total) : 0.0f;
-        scalars.update_power = update_power;
-        scalars.score_power = score_power;
-        scalars.solve_power = solve_power;
+        scalars.update_power = update_power + solve_power;
+        scalars.readout_power = score_power + solve_power;
         scalars.num_good = num_good;
+        scalars.first_decay = zeros[0] < 0 ? power_of_two(sums[0]) : 0.0f;
     }
 }
 

@@ -302,7 +302,7 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
     ColumnPair largest_value = largest_of(values);
     int first_bad[2];
     set_bad_apart(values, state, scalars.num_good, largest_value, first_bad);
-    const float largest_decay = scalars.decayed[0];
+    const float largest_decay = scalars.first_decay;
     const ColumnPowers powers[2] = {
         column_powers(largest_sum.first, state.power[0], largest_value.first, largest_decay),
         column_powers(largest_sum.second, state.power[1], largest_value.second, largest_decay)};
@@ -318,7 +318,7 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
     for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
         rounded.multiply(sums, state, stage.keys(), first);
         for_each_token(sums, [&](int token, int half, float& sum) {
-            sum *= -memory_scales[half] * scalars.decayed_key[first + token];
+            sum *= memory_scales[half] * scalars.decayed_key[first + token];
         });
         #pragma unroll
         for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
@@ -343,17 +343,14 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
             for (int i = 0; i < 4; ++i) deltas[first / 8 + tile][i] = sums[tile][i];
     }
 
-    // The readout: out = 2^readout_power query (...)
-    const int common_power = scalars.solve_power + scalars.score_power;
-    const float readout_scales[2] = {whole_power(powers[0].state - powers[0].values - common_power),
-                                     whole_power(powers[1].state - powers[1].values - common_power)};
-    const float out_scales[2] = {whole_power(powers[0].values + common_power), whole_power(powers[1].values + common_power)};
+    // The readout
+    const float out_scales[2] = {whole_power(powers[0].values), whole_power(powers[1].values)};
     make_operand(operand, deltas);
     #pragma unroll
     for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
         rounded.multiply(sums, state, stage.queries(), first);
         for_each_token(sums, [&](int token, int half, float& sum) {
-            sum *= scalars.decayed[first + token] * readout_scales[half];
+            sum *= scalars.decayed[first + token] * memory_scales[half];
         });
         multiply_triangle(sums, operand, stage.scores(), first);
         for_each_token(sums, [&](int token, int half, float& sum) {
@@ -364,16 +361,16 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
     }
 
     // The state: what it holds is in units of the deltas' operand from here on.
-    const int update_power = scalars.solve_power + scalars.update_power;
+    const float update_unit = whole_power(-scalars.update_power);
     float decays[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int power = powers[half].values + update_power;
+        const int power = powers[half].values + scalars.update_power;
         decays[half] = scalars.decay * whole_power(state.power[half] - power);
         state.power[half] = power;
     }
     state.for_each([&](int, int half, float& sum) { sum *= decays[half]; });
-    for_each_token(deltas, [&](int token, int, float& sum) { sum *= scalars.update[token]; });
+    for_each_token(deltas, [&](int token, int, float& sum) { sum *= scalars.update[token] * update_unit; });
     make_operand(operand, deltas);
     #pragma unroll
     for (int step = 0; step < CHUNK_LEN / 16; ++step)

@@ -10,8 +10,8 @@
 // A walker's chain from one chunk to the next is the state as an operand, K S, R, V' = T R, the update. Everything else is
 // done while products of that chain run: Q S, the largest elements of state and values, the values of the next chunk.
 //
-// The sums hold the state as S / 2^power, with a power for each column that keeps the largest element near 16: near
-// enough for the sums to be rounded to float16 as they are, and for V' of the next update to fit in the same units.
+// The sums hold the state as S / 2^power, with a power for each column, and what is made from it has the same units. When
+// these no longer fit, which is rare, the sums are moved to others between chunks.
 //
 // MACROS     KEY_HEAD_DIM: 64 or 128; VALUE_HEAD_DIM: a multiple of 64 * WARPGROUPS; CHUNK_LEN: 64; OPERAND_TERMS: 1
 //            WORK_TYPE (qkv): float16, bfloat16; STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16
@@ -31,7 +31,6 @@ constexpr int TOKEN_TILES = CHUNK_LEN / 8;
 constexpr int KEY_TILES = KEY_HEAD_DIM / 8;
 constexpr int KEY_STEPS = KEY_HEAD_DIM / 16;
 constexpr int TOKEN_STEPS = CHUNK_LEN / 16;
-constexpr int WANTED_POWER = 4;  // of the largest element that the sums hold
 
 // Rows of values and of readouts in shared memory, 16 bytes apart from a multiple of all banks.
 constexpr int VALUE_PITCH = 64 * 2 + 16;
@@ -54,6 +53,23 @@ struct Barriers {
 };
 static_assert(BARRIERS_OFFSET + sizeof(Barriers) <= SHARED_BYTES, "SHARED_BYTES");
 
+// The block's shared memory. (A pointer to it in a register would make its accesses generic ones.)
+__device__ __forceinline__ unsigned char* shared_memory() {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    return shared;
+}
+__device__ __forceinline__ Barriers& barriers() {
+    return *reinterpret_cast<Barriers*>(shared_memory() + BARRIERS_OFFSET);
+}
+__device__ __forceinline__ unsigned char* readout_stage(int group) {
+    return shared_memory() + OUT_OFFSET + group * OUT_BYTES;
+}
+__device__ __forceinline__ int own_warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }  // of a walker
+// In a stage, the values of the calling warp's columns.
+__device__ __forceinline__ int values_offset(int group) {
+    return VALUES_OFFSET + group * VALUES_BYTES + own_warp() * 32;
+}
+
 // A place in a ring of stages, and the parity of the round.
 struct Turn {
     unsigned int stage = 0;
@@ -63,6 +79,10 @@ struct Turn {
         return stage + 1 == WALK_STAGES ? Turn{0, parity ^ 1} : Turn{stage + 1, parity};
     }
 };
+
+__device__ __forceinline__ unsigned char* stage_of(const Turn& turn) {
+    return shared_memory() + turn.stage * STAGE_BYTES;
+}
 
 struct Walk {
     const WORK_TYPE* qkv_conv_output;
@@ -77,21 +97,17 @@ struct Walk {
     ChunkPlan plan;
     SlabPieces pieces;
     unsigned int first_chunk;
-    unsigned char* shared;
 
-    __device__ __forceinline__ Barriers& barriers() const {
-        return *reinterpret_cast<Barriers*>(shared + BARRIERS_OFFSET);
-    }
-    __device__ __forceinline__ unsigned char* stage(const Turn& turn) const { return shared + turn.stage * STAGE_BYTES; }
     __device__ __forceinline__ unsigned int tiles_of_piece() const {
         return static_cast<unsigned int>(slab.num_key_heads * slab.group_size * NUM_TILES);
     }
 
+    __device__ __forceinline__ unsigned int num_items() const { return pieces.num_pieces * tiles_of_piece(); }
+
     // Calls visit(piece, value head, first column of the tile) for each item of the block.
     template <typename Visit>
     __device__ __forceinline__ void for_each_item(const Visit& visit) const {
-        const unsigned int num_items = pieces.num_pieces * tiles_of_piece();
-        for (unsigned int item = blockIdx.x; item < num_items; item += gridDim.x) {
+        for (unsigned int item = blockIdx.x; item < num_items(); item += gridDim.x) {
             const unsigned int tile = item % tiles_of_piece();
             visit(pieces.piece(plan, item / tiles_of_piece()), static_cast<long long>(tile / NUM_TILES),
                   static_cast<int>(tile % NUM_TILES) * TILE_COLUMNS);
@@ -103,7 +119,6 @@ struct Walk {
 
 __device__ __forceinline__ void load_chunks(const Walk& walk) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    Barriers& barriers = walk.barriers();
     Turn turn;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
         const long long key_head = head / walk.slab.group_size;
@@ -112,9 +127,9 @@ __device__ __forceinline__ void load_chunks(const Walk& walk) {
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
             const long long token = walk.plan.token(chunk);
             const int length = walk.plan.length(chunk);
-            wait_for_round(barriers.empty[turn.stage], turn.parity ^ 1);
-            CopyBarrier& full = barriers.full[turn.stage];
-            unsigned char* const stage = walk.stage(turn);
+            wait_for_round(barriers().empty[turn.stage], turn.parity ^ 1);
+            CopyBarrier& full = barriers().full[turn.stage];
+            unsigned char* const stage = stage_of(turn);
             if (lane == 0) {
                 const long long place = chunk - walk.first_chunk;
                 expect_bytes(full, KEY_HEAD_BYTES + VALUE_HEAD_BYTES);
@@ -143,9 +158,8 @@ __device__ __forceinline__ void load_chunks(const Walk& walk) {
 __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
     constexpr int LANES_OF_ROW = 64 * sizeof(OUT_TYPE) / 16;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    Barriers& barriers = walk.barriers();
     const unsigned char* const staged =
-        walk.shared + OUT_OFFSET + group * OUT_BYTES + lane % LANES_OF_ROW * 16;
+        readout_stage(group) + lane % LANES_OF_ROW * 16;
     unsigned int parity = 0;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
         const long long channel =
@@ -153,13 +167,13 @@ __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
             OUT_TYPE* const target = walk.out + walk.plan.token(chunk) * walk.out_token_stride + channel;
             const int length = walk.plan.length(chunk);
-            wait_for_round(barriers.staged[group], parity);
+            wait_for_round(barriers().staged[group], parity);
             #pragma unroll 4
             for (int row = lane / LANES_OF_ROW; row < length; row += 32 / LANES_OF_ROW)
                 *reinterpret_cast<uint4*>(target + row * walk.out_token_stride) =
                     *reinterpret_cast<const uint4*>(staged + row * OUT_PITCH);
             __syncwarp();
-            if (lane == 0) arrive(barriers.stored[group]);
+            if (lane == 0) arrive(barriers().stored[group]);
             parity ^= 1;
         }
     });
@@ -178,8 +192,7 @@ __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < _
 // `group` + 8 (2 i + 1) of the warp's 16.
 struct ChunkValues {
     unsigned int words[2 * TOKEN_TILES];
-    float largest[2];  // magnitude of the two columns, with infinity and NaN above all
-    bool are_finite;   // those of the warp, and keys and gates
+    float largest[2];  // magnitude of the two columns, infinite or NaN if one of them is
 
     __device__ __forceinline__ void load(const unsigned char* values) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -194,29 +207,31 @@ struct ChunkValues {
         return float_of_word(&words[2 * tile + half], next, WORK_TYPE{});
     }
 
-    __device__ __forceinline__ void find_largest(int num_good) {
+    __device__ __forceinline__ void find_largest() {
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            unsigned int pair = 0;
+            unsigned int pair = words[half];
             #pragma unroll
-            for (int tile = 0; tile < TOKEN_TILES; ++tile)
-                pair = max_of_pairs(pair, words[2 * tile + half] & 0x7FFF7FFFu);
-            unsigned int bits = max(pair & 0xFFFFu, pair >> 16);
-            bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 1));
-            bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 2));
-            largest[half] = to_float(WORK_TYPE{static_cast<unsigned short>(bits)});
+            for (int tile = 1; tile < TOKEN_TILES; ++tile) pair = larger_pair(pair, words[2 * tile + half], WORK_TYPE{});
+            largest[half] = largest_of_pair(pair, WORK_TYPE{});
         }
-        const bool is_good = is_finite(largest[0]) && is_finite(largest[1]) && num_good == CHUNK_LEN;
-        are_finite = __any_sync(0xFFFFFFFFu, !is_good) == 0;
     }
 };
 
+using State = float[KEY_TILES][4];
+using TokenSums = float[TOKEN_TILES][4];
+
 // What a lane knows of its two columns.
 struct Columns {
-    int power[2];     // the state is 2^power times the sums
-    bool is_bad[2];   // NaN
+    int power[2];      // the state is 2^power times the sums
+    float largest[2];  // what the sums held at most before the last chunk, and its decay
+    bool is_bad[2];    // NaN
     int first_bad[2];  // token of this chunk from which on it is
 };
+
+__device__ __forceinline__ const ChunkScalars& scalars_of(const unsigned char* stage) {
+    return *reinterpret_cast<const ChunkScalars*>(stage + KEY_HEAD_BYTES + SCALARS_OFFSET);
+}
 
 // Where values, keys or gates of a chunk are not finite: their columns are NaN from that token on, and 0 in products.
 __device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& columns, int num_good) {
@@ -240,14 +255,59 @@ __device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& colu
         columns.first_bad[half] = first;
         columns.is_bad[half] = first < CHUNK_LEN;
     }
-    values.find_largest(num_good);
+    values.find_largest();
 }
 
-using State = float[KEY_TILES][4];
-using TokenSums = float[TOKEN_TILES][4];
+// Units. Values, R and V' have those of the sums, so that nothing but the decay comes between chunks. That fits while what
+// is largest of state and values lies between these powers: no product overflows float16 then, whatever the keys are. (With
+// m the larger one of values and state before a chunk: |R| <= 12.4 m, |V'| <= 2 (129 m + 11.4 m), the state behind it at
+// most 139 m, since a step of the recurrence with beta <= 2 lengthens no column but by what it adds.)
+constexpr int LOWEST_POWER = -3;
+constexpr int HIGHEST_POWER = 4;
+// A chunk whose updates are smaller, or that sees less of the state, takes units of its own for its values.
+constexpr int LEAST_UPDATE_POWER = -9;
+constexpr float LEAST_DECAY = 0x1p-8f;
 
-__device__ __forceinline__ const ChunkScalars& scalars_of(const unsigned char* stage) {
-    return *reinterpret_cast<const ChunkScalars*>(stage + KEY_HEAD_BYTES + SCALARS_OFFSET);
+__device__ __forceinline__ float largest_in_units(const ChunkValues& values, const Columns& columns, int half) {
+    return fmaxf(columns.largest[half], values.largest[half] * whole_power(-columns.power[half]));
+}
+
+__device__ __forceinline__ bool fits_units(float largest) {
+    return largest == 0.0f || (largest >= whole_power(LOWEST_POWER) && largest < whole_power(HIGHEST_POWER));
+}
+
+// Whether anything is to be seen to before the warp runs a chunk.
+__device__ __forceinline__ bool needs_care(const ChunkValues& values, const Columns& columns, const ChunkScalars& scalars) {
+    const bool is_well = is_finite(values.largest[0]) && is_finite(values.largest[1]) && scalars.num_good == CHUNK_LEN &&
+                         fits_units(largest_in_units(values, columns, 0)) &&
+                         fits_units(largest_in_units(values, columns, 1)) && scalars.first_decay > 0.0f;
+    return __any_sync(0xFFFFFFFFu, !is_well) != 0;
+}
+
+// See to it: what is not finite, a state that the chunk does not see, units that do not fit.
+__device__ __forceinline__ void take_care(
+    State& state, ChunkValues& values, Columns& columns, const ChunkScalars& scalars) {
+    set_bad_apart(values, columns, scalars.num_good);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (scalars.first_decay == 0.0f) columns.largest[half] = 0.0f;
+        const float largest = largest_in_units(values, columns, half);
+        int change = 0;
+        if (!fits_units(largest)) {
+            // In two steps, because 2^-power may be more than a float holds.
+            const int own = columns.largest[half] > 0.0f ? columns.power[half] + exponent_of(columns.largest[half]) : -200;
+            const int other = values.largest[half] > 0.0f ? exponent_of(values.largest[half]) : -200;
+            change = max(own, other) - (HIGHEST_POWER - 1) - columns.power[half];
+        }
+        const float scale = scalars.first_decay == 0.0f ? 0.0f : whole_power(-change);
+        columns.power[half] += change;
+        columns.largest[half] *= scale;
+        #pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile) {
+            state[tile][2 * half] *= scale;
+            state[tile][2 * half + 1] *= scale;
+        }
+    }
 }
 
 // The two numbers that a lane needs of a scalar for its tokens of a tile.
@@ -275,8 +335,9 @@ __device__ __forceinline__ void load_state(State& state, const Stored* source, C
         bad |= __shfl_xor_sync(0xFFFFFFFFu, bad, 2);
         columns.is_bad[half] = bad != 0;
         const float most = max_across_column(largest[half]);
-        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - WANTED_POWER;
+        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - (HIGHEST_POWER - 1);
         const float scale = bad ? 0.0f : whole_power(-columns.power[half]);
+        columns.largest[half] = bad ? 0.0f : most * scale;
         #pragma unroll
         for (int tile = 0; tile < KEY_TILES; ++tile)
             #pragma unroll
@@ -343,19 +404,190 @@ __device__ __forceinline__ void overwrite_bad(unsigned char* staged, const Colum
                        reinterpret_cast<OUT_TYPE*>(staged + token * OUT_PITCH)[8 * half + lane / 4]);
 }
 
+// What a walker has of the chunk it runs, and of the next one. Addresses are made where they are used: they would take more
+// registers than there are.
+struct ChunkPlace {
+    Turn turn;
+    Turn next_turn;
+    int group;
+    unsigned int stored_parity;
+
+    __device__ __forceinline__ const unsigned char* stage() const { return stage_of(turn); }
+    __device__ __forceinline__ const unsigned char* next_values() const {
+        return stage_of(next_turn) + values_offset(group);
+    }
+    __device__ __forceinline__ unsigned char* staged() const { return readout_stage(group) + own_warp() * 16 * static_cast<int>(sizeof(OUT_TYPE)); }
+};
+
+// Run one chunk: the readout is left in its stage, the state is that behind the chunk, `values` are the next chunk's.
+// HAS_OWN_UNITS: whether values, R and V' have units of their own.
+template <bool HAS_OWN_UNITS>
+__device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Columns& columns, const ChunkPlace& place) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const ChunkScalars& scalars = scalars_of(place.stage());
+
+    // K S and Q S
+    unsigned int rounded[KEY_STEPS][4];
+    #pragma unroll
+    for (int step = 0; step < KEY_STEPS; ++step)
+        #pragma unroll
+        for (int word = 0; word < 4; ++word)
+            rounded[step][word] = float16_pair(state[2 * step + word / 2][word % 2 * 2],
+                                               state[2 * step + word / 2][word % 2 * 2 + 1]);
+    const unsigned int keys = operand_at(place.stage(), KEY_TILE_BYTES);
+    const unsigned int queries = moved(keys, KEY_TERM_BYTES);
+    TokenSums memory, readout;
+    fence_products();
+    multiply_group<false, false>(memory, rounded[0], keys);
+    #pragma unroll
+    for (int step = 1; step < KEY_STEPS; ++step)
+        multiply_group<false, true>(memory, rounded[step], moved(keys, step / 4 * KEY_TILE_BYTES + step % 4 * 32));
+    commit_products();
+    multiply_group<false, false>(readout, rounded[0], queries);
+    #pragma unroll
+    for (int step = 1; step < KEY_STEPS; ++step)
+        multiply_group<false, true>(readout, rounded[step], moved(queries, step / 4 * KEY_TILE_BYTES + step % 4 * 32));
+    commit_products();
+
+    // Of the rounded state: the compiler would wait for the products if sums were read now.
+    float value_scales[2], memory_scales[2], out_scales[2], decays[2], update_units[2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        unsigned int pair = rounded[0][half];
+        #pragma unroll
+        for (int step = 0; step < KEY_STEPS; ++step) {
+            if (step > 0) pair = larger_pair(pair, rounded[step][half], float16{});
+            pair = larger_pair(pair, rounded[step][2 + half], float16{});
+        }
+        const float largest = largest_of_pair(pair, float16{});
+        int value_power = columns.power[half];
+        decays[half] = scalars.decay;
+        columns.largest[half] = largest * scalars.decay;
+        if constexpr (HAS_OWN_UNITS) {
+            const int seen = columns.power[half] + exponent_of(largest * scalars.first_decay);
+            value_power = exponent_of(values.largest[half]);
+            if (largest * scalars.first_decay > 0.0f && (seen > value_power || values.largest[half] == 0.0f))
+                value_power = seen;
+            value_power = max(value_power, -100);
+            // The larger one of what is left of the state and what is added
+            int power = value_power + scalars.update_power;
+            const float left = largest * scalars.decay;
+            if (left > 0.0f) power = max(power, columns.power[half] + exponent_of(left));
+            power -= HIGHEST_POWER - 1;
+            memory_scales[half] = whole_power(columns.power[half] - value_power);
+            update_units[half] = whole_power(value_power - power);
+            decays[half] *= whole_power(columns.power[half] - power);
+            columns.power[half] = power;
+            columns.largest[half] = whole_power(HIGHEST_POWER - 1);
+        }
+        value_scales[half] = whole_power(-value_power);
+        out_scales[half] = whole_power(value_power);
+    }
+    wait_for_products<1>();
+
+    // R, then V' = T R
+    unsigned int operand[TOKEN_STEPS][4];
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+        const float2 decayed_key = of_tokens(scalars.decayed_key + lane % 4 * 2, tile);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if constexpr (HAS_OWN_UNITS) {
+                memory[tile][2 * half] *= memory_scales[half];
+                memory[tile][2 * half + 1] *= memory_scales[half];
+            }
+            operand[tile / 2][tile % 2 * 2 + half] = float16_pair(
+                fmaf(memory[tile][2 * half], decayed_key.x, values.get(tile, half, 0) * value_scales[half]),
+                fmaf(memory[tile][2 * half + 1], decayed_key.y, values.get(tile, half, 1) * value_scales[half]));
+        }
+    }
+    TokenSums deltas;
+    const unsigned int solver = moved(keys, KEY_HEAD_BYTES);
+    fence_products();
+    multiply_group<false, false>(deltas, operand[0], solver);
+    #pragma unroll
+    for (int step = 1; step < TOKEN_STEPS; ++step)
+        multiply_group<false, true>(deltas, operand[step], moved(solver, step * 32));
+    commit_products();
+    wait_for_products<0>();
+
+    // The state decays before any other product begins: the compiler would wait for that.
+    #pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) state[tile][i] *= decays[i / 2];
+
+    // exp(G) (Q S) + P V'
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+        const float2 decayed = of_tokens(scalars.decayed + lane % 4 * 2, tile);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            readout[tile][2 * half] *= decayed.x;
+            readout[tile][2 * half + 1] *= decayed.y;
+            if constexpr (HAS_OWN_UNITS) {
+                readout[tile][2 * half] *= memory_scales[half];
+                readout[tile][2 * half + 1] *= memory_scales[half];
+            }
+            operand[tile / 2][tile % 2 * 2 + half] = float16_pair(deltas[tile][2 * half], deltas[tile][2 * half + 1]);
+        }
+    }
+    const unsigned int scores = moved(solver, SCORE_TERM_BYTES);
+    fence_products();
+    #pragma unroll
+    for (int step = 0; step < TOKEN_STEPS; ++step)
+        multiply_group<false, true>(readout, operand[step], moved(scores, step * 32));
+    commit_products();
+
+    // S <- S + K^T (...)
+    unsigned int update[TOKEN_STEPS][4];
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+        const float2 update_of = of_tokens(scalars.update + lane % 4 * 2, tile);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float first = deltas[tile][2 * half] * update_of.x;
+            float second = deltas[tile][2 * half + 1] * update_of.y;
+            if constexpr (HAS_OWN_UNITS) {
+                first *= update_units[half];
+                second *= update_units[half];
+            }
+            update[tile / 2][tile % 2 * 2 + half] = float16_pair(first, second);
+        }
+    }
+    fence_products();
+    #pragma unroll
+    for (int step = 0; step < TOKEN_STEPS; ++step)
+        multiply_group<true, true>(state, update[step], moved(keys, step * 16 * KEY_ROW_BYTES));
+    commit_products();
+
+    // While the state is updated: the values of the next chunk, the readout of this one
+    wait_for_round(barriers().full[place.next_turn.stage], place.next_turn.parity);
+    values.load(place.next_values());
+    wait_for_round(barriers().stored[place.group], place.stored_parity);
+    wait_for_products<1>();
+    #pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+        const float2 query = of_tokens(scalars.query + lane % 4 * 2, tile);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            readout[tile][2 * half] *= query.x * out_scales[half];
+            readout[tile][2 * half + 1] *= query.y * out_scales[half];
+        }
+    }
+    stage_readout(readout, place.staged());
+    values.find_largest();
+    wait_for_products<0>();
+}
+
 // Run the chunks of one item.
 __device__ __forceinline__ void walk_piece(
     const Walk& walk, const RowPiece& piece, long long head, int tile_column, int group, Turn& turn,
     unsigned int& stored_parity, ChunkValues& values, bool has_more) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    Barriers& barriers = walk.barriers();
-    const int column = tile_column + group * 64 + warp * 16 + lane / 4;
+    const int column = tile_column + group * 64 + own_warp() * 16 + lane / 4;
     const long long offset = (head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
     STATE_TYPE* const pool = walk.recurrent_state + walk.plan.slot(piece.row) * walk.state_slot_stride + offset;
-    unsigned char* const staged = walk.shared + OUT_OFFSET + group * OUT_BYTES + warp * 16 * static_cast<int>(sizeof(OUT_TYPE));
-    const int values_offset = VALUES_OFFSET + group * VALUES_BYTES + warp * 32;
-
     State state;
     Columns columns;
     if (piece.is_first) {
@@ -364,171 +596,32 @@ __device__ __forceinline__ void walk_piece(
         load_state(state, walk.carry_in + offset, columns);
     }
     unsigned int chunk = piece.begin;
+    bool is_careful = needs_care(values, columns, scalars_of(stage_of(turn)));
     do {
-        const unsigned char* const stage = walk.stage(turn);
-        const unsigned char* const solver = stage + KEY_HEAD_BYTES;
-        const ChunkScalars& scalars = scalars_of(stage);
         // Not a chunk of this walker: the one it is at, whose values nobody will use.
         const Turn next_turn = has_more || chunk + 1 < piece.end ? turn.next() : turn;
-
+        const ChunkScalars& scalars = scalars_of(stage_of(turn));
         columns.first_bad[0] = columns.is_bad[0] ? 0 : CHUNK_LEN;
         columns.first_bad[1] = columns.is_bad[1] ? 0 : CHUNK_LEN;
-        if (!values.are_finite) set_bad_apart(values, columns, scalars.num_good);
-
-        // K S and Q S
-        unsigned int rounded[KEY_STEPS][4];
-        #pragma unroll
-        for (int step = 0; step < KEY_STEPS; ++step)
-            #pragma unroll
-            for (int word = 0; word < 4; ++word)
-                rounded[step][word] = float16_pair(state[2 * step + word / 2][word % 2 * 2],
-                                                   state[2 * step + word / 2][word % 2 * 2 + 1]);
-        const unsigned long long keys = operand_at(stage, KEY_TILE_BYTES);
-        const unsigned long long queries = moved(keys, KEY_TERM_BYTES);
-        TokenSums memory, readout;
-        fence_products();
-        multiply_group<false, false>(memory, rounded[0], keys);
-        #pragma unroll
-        for (int step = 1; step < KEY_STEPS; ++step)
-            multiply_group<false, true>(memory, rounded[step], moved(keys, step / 4 * KEY_TILE_BYTES + step % 4 * 32));
-        commit_products();
-        multiply_group<false, false>(readout, rounded[0], queries);
-        #pragma unroll
-        for (int step = 1; step < KEY_STEPS; ++step)
-            multiply_group<false, true>(readout, rounded[step], moved(queries, step / 4 * KEY_TILE_BYTES + step % 4 * 32));
-        commit_products();
-
-        // The powers: of the state as it is, of values, R and V', and of the state behind the chunk
-        const int delta_power = scalars.solve_power + scalars.update_power;
-        float memory_scales[2], value_scales[2], decays[2];
-        int value_powers[2], powers[2];
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            // Of the rounded state: the compiler would wait for the products if sums were read now.
-            unsigned int pair = 0;
-            #pragma unroll
-            for (int step = 0; step < KEY_STEPS; ++step)
-                pair = max_of_pairs(pair, max_of_pairs(rounded[step][half] & 0x7FFF7FFFu,
-                                                       rounded[step][2 + half] & 0x7FFF7FFFu));
-            const float largest = max_across_column(
-                float16_bits_to_float(static_cast<unsigned short>(max(pair & 0xFFFFu, pair >> 16))));
-            const int state_power = columns.power[half] + exponent_of(largest);
-            int value_power = exponent_of(values.largest[half]);
-            // Behind a decay of 0 the state counts for nothing, however large it is.
-            if (largest * scalars.decayed[0] > 0.0f && (state_power > value_power || values.largest[half] == 0.0f))
-                value_power = state_power;
-            value_power = max(value_power, -100);
-            // The larger one of what is left of the state and what is added
-            int power = value_power + delta_power;
-            const float left = largest * scalars.decay;
-            if (left > 0.0f) power = max(power, columns.power[half] + exponent_of(left));
-            power -= WANTED_POWER;
-            value_powers[half] = value_power;
-            powers[half] = power;
-            memory_scales[half] = -whole_power(columns.power[half] - value_power);
-            value_scales[half] = whole_power(-value_power);
-            decays[half] = scalars.decay * whole_power(columns.power[half] - power);
+        if (is_careful) take_care(state, values, columns, scalars);
+        const ChunkPlace place = {turn, next_turn, group, stored_parity ^ 1};
+        const bool has_own_units = scalars.update_power < LEAST_UPDATE_POWER ||
+                                   (scalars.first_decay < LEAST_DECAY && scalars.first_decay > 0.0f);
+        if (__any_sync(0xFFFFFFFFu, has_own_units)) {
+            run_chunk<true>(state, values, columns, place);
+        } else {
+            run_chunk<false>(state, values, columns, place);
         }
-        wait_for_products<1>();
-
-        // R, then V' = T R
-        unsigned int operand[TOKEN_STEPS][4];
-        #pragma unroll
-        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-            const float2 keys_of = of_tokens(scalars.decayed_key + lane % 4 * 2, tile);
-            #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float first = fmaf(memory[tile][2 * half], memory_scales[half] * keys_of.x,
-                                         values.get(tile, half, 0) * value_scales[half]);
-                const float second = fmaf(memory[tile][2 * half + 1], memory_scales[half] * keys_of.y,
-                                          values.get(tile, half, 1) * value_scales[half]);
-                operand[tile / 2][tile % 2 * 2 + half] = float16_pair(first, second);
-            }
-        }
-        TokenSums deltas;
-        const unsigned long long solver_at = operand_at(solver, KEY_TILE_BYTES);
-        fence_products();
-        multiply_group<false, false>(deltas, operand[0], solver_at);
-        #pragma unroll
-        for (int step = 1; step < TOKEN_STEPS; ++step)
-            multiply_group<false, true>(deltas, operand[step], moved(solver_at, step * 32));
-        commit_products();
-        wait_for_products<0>();
-
-        // The state, in its new units, before any other product: the compiler would wait for it
-        #pragma unroll
-        for (int tile = 0; tile < KEY_TILES; ++tile)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) state[tile][i] *= decays[i / 2];
-
-        // P V'
-        #pragma unroll
-        for (int tile = 0; tile < TOKEN_TILES; ++tile)
-            #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                operand[tile / 2][tile % 2 * 2 + half] =
-                    float16_pair(deltas[tile][2 * half], deltas[tile][2 * half + 1]);
-        const unsigned long long scores_at = moved(solver_at, SCORE_TERM_BYTES);
-        TokenSums inner;
-        fence_products();
-        multiply_group<false, false>(inner, operand[0], scores_at);
-        #pragma unroll
-        for (int step = 1; step < TOKEN_STEPS; ++step)
-            multiply_group<false, true>(inner, operand[step], moved(scores_at, step * 32));
-        commit_products();
-
-        unsigned int update[TOKEN_STEPS][4];
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float unit = whole_power(value_powers[half] + delta_power - powers[half]);
-            #pragma unroll
-            for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-                const float2 update_of = of_tokens(scalars.update + lane % 4 * 2, tile);
-                update[tile / 2][tile % 2 * 2 + half] = float16_pair(
-                    deltas[tile][2 * half] * (update_of.x * unit), deltas[tile][2 * half + 1] * (update_of.y * unit));
-            }
-        }
-        fence_products();
-        #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; ++step)
-            multiply_group<true, true>(state, update[step], moved(keys, step * 16 * KEY_ROW_BYTES));
-        commit_products();
-
-        // While the state is updated: the values of the next chunk, the readout of this one
-        const int common_power = scalars.solve_power + scalars.score_power;
-        float old_scales[2], inner_scales[2];
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            old_scales[half] = whole_power(columns.power[half]);
-            inner_scales[half] = whole_power(value_powers[half] + common_power);
-            columns.power[half] = powers[half];
-        }
-        wait_for_round(barriers.full[next_turn.stage], next_turn.parity);
-        values.load(walk.stage(next_turn) + values_offset);
-        wait_for_round(barriers.stored[group], stored_parity ^ 1);
         stored_parity ^= 1;
-        wait_for_products<1>();
-        #pragma unroll
-        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-            const float2 decayed = of_tokens(scalars.decayed + lane % 4 * 2, tile);
-            const float2 query = of_tokens(scalars.query + lane % 4 * 2, tile);
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float old = readout[tile][i] * ((i % 2 == 0 ? decayed.x : decayed.y) * old_scales[i / 2]);
-                readout[tile][i] = fmaf(inner[tile][i], inner_scales[i / 2], old) * (i % 2 == 0 ? query.x : query.y);
-            }
-        }
-        stage_readout(readout, staged);
-        values.find_largest(scalars_of(walk.stage(next_turn)).num_good);
-        wait_for_products<0>();
         __syncwarp();
-        if (columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN) overwrite_bad(staged, columns);
+        if (columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN) overwrite_bad(place.staged(), columns);
         __syncwarp();
         if (lane == 0) {
-            arrive(barriers.empty[turn.stage]);
-            arrive(barriers.staged[group]);
+            arrive(barriers().empty[turn.stage]);
+            arrive(barriers().staged[group]);
         }
         turn = next_turn;
+        is_careful = needs_care(values, columns, scalars_of(stage_of(turn)));
     } while (++chunk < piece.end);
 
     if (piece.is_last) {
@@ -539,15 +632,14 @@ __device__ __forceinline__ void walk_piece(
 }
 
 __device__ __forceinline__ void walk_chunks(const Walk& walk, int group) {
-    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
     Turn turn;
     unsigned int stored_parity = 0;
     ChunkValues values;
-    const unsigned int num_items = walk.pieces.num_pieces * walk.tiles_of_piece();
+    const unsigned int num_items = walk.num_items();
     if (blockIdx.x >= num_items) return;
-    wait_for_round(walk.barriers().full[0], 0);
-    values.load(walk.stage(turn) + VALUES_OFFSET + group * VALUES_BYTES + warp * 32);
-    values.find_largest(scalars_of(walk.stage(turn)).num_good);
+    wait_for_round(barriers().full[0], 0);
+    values.load(stage_of(turn) + values_offset(group));
+    values.find_largest();
     unsigned int item = blockIdx.x;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
         item += gridDim.x;
@@ -562,20 +654,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
     const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_chunk,
     long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
-    extern __shared__ __align__(1024) unsigned char shared[];
     const ChunkPlan plan = {chunk_plan, max_chunks};
     const Walk walk = {qkv_conv_output, qkv_token_stride, recurrent_state, state_slot_stride, out, out_token_stride,
                        carry_in, carry_out, {slab, num_key_heads, group_size}, plan,
-                       SlabPieces(plan, first_chunk, slab_chunks), static_cast<unsigned int>(first_chunk), shared};
-    Barriers& barriers = walk.barriers();
+                       SlabPieces(plan, first_chunk, slab_chunks), static_cast<unsigned int>(first_chunk)};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < WALK_STAGES; ++stage) {
-            prepare_barrier_of(barriers.full[stage], 1 + 32);  // who expects the bytes, and lanes with copies of their own
-            prepare_barrier_of(barriers.empty[stage], WALKING_WARPS);
+            prepare_barrier_of(barriers().full[stage], 1 + 32);  // who expects the bytes, and lanes with copies of their own
+            prepare_barrier_of(barriers().empty[stage], WALKING_WARPS);
         }
         for (int group = 0; group < WARPGROUPS; ++group) {
-            prepare_barrier_of(barriers.staged[group], 4);
-            prepare_barrier_of(barriers.stored[group], 1);
+            prepare_barrier_of(barriers().staged[group], 4);
+            prepare_barrier_of(barriers().stored[group], 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

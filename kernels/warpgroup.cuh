@@ -7,17 +7,17 @@
 #pragma once
 #include "tensor_core.cuh"
 
-// Where a right operand lies. Bits 0-13: address / 16; 16-29, 32-45: the distance of neighbouring blocks of 64 columns, and
-// of neighbouring groups of 8 rows of the tile, / 16; 62: rows of 128 bytes with swapped pieces (PTX ISA, "Matrix
-// Descriptor Format").
-__device__ __forceinline__ unsigned long long operand_at(const unsigned char* tile, int block_distance) {
-    const unsigned long long address = static_cast<unsigned int>(__cvta_generic_to_shared(tile));
-    return address >> 4 | static_cast<unsigned long long>(block_distance >> 4) << 16 | 64ull << 32 | 1ull << 62;
+// Where a right operand lies: the lower half of a descriptor. Bits 0-13: address / 16; 16-29: the distance of neighbouring
+// blocks of 64 columns, / 16. The upper half is the same for all: bits 32-45: the distance of neighbouring groups of 8 rows
+// of the tile, / 16; 62: rows of 128 bytes with swapped pieces (PTX ISA, "Matrix Descriptor Format").
+__device__ __forceinline__ unsigned int operand_at(const unsigned char* tile, int block_distance) {
+    return static_cast<unsigned int>(__cvta_generic_to_shared(tile)) >> 4 |
+           static_cast<unsigned int>(block_distance >> 4) << 16;
 }
 
 // The operand `num_bytes` on.
-__device__ __forceinline__ unsigned long long moved(unsigned long long operand, int num_bytes) {
-    return operand + static_cast<unsigned long long>(num_bytes >> 4);
+__device__ __forceinline__ unsigned int moved(unsigned int operand, int num_bytes) {
+    return operand + static_cast<unsigned int>(num_bytes >> 4);
 }
 
 // Before products, when registers that they read or write have been written.
@@ -37,30 +37,30 @@ __device__ __forceinline__ void wait_for_products() {
 
 // sums (+)= left * right, N = 64. IS_BLOCK: the operand is 16 rows of a tile; otherwise its columns are 64 rows of one.
 template <bool IS_BLOCK, bool ADDS>
-__device__ __forceinline__ void multiply_group(float (&sums)[8][4], const unsigned int (&left)[4], unsigned long long right) {
+__device__ __forceinline__ void multiply_group(float (&sums)[8][4], const unsigned int (&left)[4], unsigned int right) {
     asm volatile(
-        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
+        "{\n.reg .pred adds;\n.reg .b64 operand;\nsetp.ne.b32 adds, %37, 0;\nmov.b64 operand, {%36, 0x40000040};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, adds, 1, 1, %38;\n}"
+        "{%32, %33, %34, %35}, operand, adds, 1, 1, %38;\n}"
         : GDN_SUMS_32(sums, 0)
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(ADDS ? 1 : 0), "n"(IS_BLOCK ? 1 : 0));
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right), "n"(ADDS ? 1 : 0), "n"(IS_BLOCK ? 1 : 0));
 }
 
 // The same, N = 128.
 template <bool IS_BLOCK, bool ADDS>
-__device__ __forceinline__ void multiply_group(float (&sums)[16][4], const unsigned int (&left)[4], unsigned long long right) {
+__device__ __forceinline__ void multiply_group(float (&sums)[16][4], const unsigned int (&left)[4], unsigned int right) {
     asm volatile(
-        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
+        "{\n.reg .pred adds;\n.reg .b64 operand;\nsetp.ne.b32 adds, %69, 0;\nmov.b64 operand, {%68, 0x40000040};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, adds, 1, 1, %70;\n}"
+        "{%64, %65, %66, %67}, operand, adds, 1, 1, %70;\n}"
         : GDN_SUMS_32(sums, 0), GDN_SUMS_32(sums, 8)
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(ADDS ? 1 : 0), "n"(IS_BLOCK ? 1 : 0));
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right), "n"(ADDS ? 1 : 0), "n"(IS_BLOCK ? 1 : 0));
 }
 
 // ---- Barriers in shared memory ----
@@ -103,9 +103,23 @@ __device__ __forceinline__ void store_matrices_transposed(
                  "r"(word0), "r"(word1), "r"(word2), "r"(word3) : "memory");
 }
 
-// The larger ones of two pairs of 16-bit whole numbers.
-__device__ __forceinline__ unsigned int max_of_pairs(unsigned int a, unsigned int b) {
+// The larger magnitudes of two pairs, but for their signs, which mean nothing; NaN if there is one.
+__device__ __forceinline__ unsigned int larger_pair(unsigned int a, unsigned int b, float16) {
     unsigned int result;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
+}
+__device__ __forceinline__ unsigned int larger_pair(unsigned int a, unsigned int b, bfloat16) {
+    unsigned int result;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+// The larger magnitude of the two of a pair, over the lanes that share a row of an operand.
+template <typename Stored>
+__device__ __forceinline__ float largest_of_pair(unsigned int pair, Stored) {
+    unsigned int bits = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);  // of magnitudes the order is that of their bits
+    bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 1));
+    bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 2));
+    return to_float(Stored{static_cast<unsigned short>(bits)});
 }

@@ -3,8 +3,9 @@
 // What is computed stands at the head of gated_delta_chunk_walk.cu. Here a warpgroup has 64 columns of the state, so that
 // each right operand is read once for all of them, and blocks are divided into roles that meet at barriers alone:
 //
-//   loader    brings what the slab has of a chunk, and its values, into one of WALK_STAGES stages
 //   walkers   WARPGROUPS of them, with 64 columns each: run the chunks; leave the readout in a stage of its own
+//   loaders   one warp for each walker: bring what the slab has of a chunk, and the walker's values, into one of
+//             WALK_STAGES stages
 //   storers   one warp for each walker: write the readout to memory
 //
 // A walker's chain from one chunk to the next is the state as an operand, K S, R, V' = T R, the update. Everything else is
@@ -115,39 +116,55 @@ struct Walk {
     }
 };
 
-// ---- Loader: one warp ----
+// ---- Loaders: a warp for each walker ----
 
-__device__ __forceinline__ void load_chunks(const Walk& walk) {
+// Bring a walker's values of a chunk into its part of a stage. 8 lanes move a token, of which `source` is the first, so that
+// pointers move from token to token: one warp has to keep up with four.
+__device__ __forceinline__ void start_value_copies(
+    unsigned char* target, const WORK_TYPE* source, long long token_stride, int length) {
+    const int row = static_cast<int>(threadIdx.x) % 32 / 8;
+    source += row * token_stride;
+    target += row * VALUE_PITCH + static_cast<int>(threadIdx.x) % 8 * 16;
+    const WORK_TYPE* const first = source - row * token_stride;
+    #pragma unroll
+    for (int step = 0; step < CHUNK_LEN / 4; ++step) {
+        const bool is_there = 4 * step + row < length;
+        start_copy_16_or_zeros(target + 4 * step * VALUE_PITCH, is_there ? source : first, is_there);
+        source += 4 * token_stride;
+    }
+}
+
+// The first of them brings what the slab has of the chunks, too.
+__device__ __forceinline__ void load_chunks(const Walk& walk, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Turn turn;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
         const long long key_head = head / walk.slab.group_size;
-        const long long channel =
-            2 * walk.slab.num_key_heads * KEY_HEAD_DIM + head * VALUE_HEAD_DIM + column + lane % 8 * 8;
+        const WORK_TYPE* const values = walk.qkv_conv_output + 2 * walk.slab.num_key_heads * KEY_HEAD_DIM +
+                                        head * VALUE_HEAD_DIM + column + group * 64 + lane % 8 * 8;
+        const unsigned char* keys = walk.slab.key_head(piece.begin - walk.first_chunk, key_head);
+        const unsigned char* scores = walk.slab.value_head(piece.begin - walk.first_chunk, head);
+        long long token = walk.plan.token(piece.begin);
+        int length = walk.plan.length(piece.begin);
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
-            const long long token = walk.plan.token(chunk);
-            const int length = walk.plan.length(chunk);
+            const WORK_TYPE* const source = values + token * walk.qkv_token_stride;
+            const int own_length = length;
+            if (chunk + 1 < piece.end) {  // asked for before anything is waited for
+                token = walk.plan.token(chunk + 1);
+                length = walk.plan.length(chunk + 1);
+            }
             wait_for_round(barriers().empty[turn.stage], turn.parity ^ 1);
             CopyBarrier& full = barriers().full[turn.stage];
             unsigned char* const stage = stage_of(turn);
-            if (lane == 0) {
-                const long long place = chunk - walk.first_chunk;
+            if (group == 0 && lane == 0) {
                 expect_bytes(full, KEY_HEAD_BYTES + VALUE_HEAD_BYTES);
-                start_bulk_copy(stage, walk.slab.key_head(place, key_head), KEY_HEAD_BYTES, full);
-                start_bulk_copy(stage + KEY_HEAD_BYTES, walk.slab.value_head(place, head), VALUE_HEAD_BYTES, full);
+                start_bulk_copy(stage, keys, KEY_HEAD_BYTES, full);
+                start_bulk_copy(stage + KEY_HEAD_BYTES, scores, VALUE_HEAD_BYTES, full);
             }
-            #pragma unroll
-            for (int group = 0; group < WARPGROUPS; ++group)
-                #pragma unroll 4
-                for (int row = lane / 8; row < CHUNK_LEN; row += 4) {
-                    const bool is_there = row < length;
-                    const WORK_TYPE* const source = walk.qkv_conv_output +
-                                                    (token + (is_there ? row : 0)) * walk.qkv_token_stride + channel +
-                                                    group * 64;
-                    start_copy_16_or_zeros(
-                        stage + VALUES_OFFSET + group * VALUES_BYTES + row * VALUE_PITCH + lane % 8 * 16, source, is_there);
-                }
+            start_value_copies(stage + VALUES_OFFSET + group * VALUES_BYTES, source, walk.qkv_token_stride, own_length);
             arrive_behind_copies(full);
+            keys += walk.slab.chunk_bytes();
+            scores += walk.slab.chunk_bytes();
             turn = turn.next();
         }
     });
@@ -157,21 +174,25 @@ __device__ __forceinline__ void load_chunks(const Walk& walk) {
 
 __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
     constexpr int LANES_OF_ROW = 64 * sizeof(OUT_TYPE) / 16;
+    constexpr int ROWS_AT_ONCE = 32 / LANES_OF_ROW;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const unsigned char* const staged =
-        readout_stage(group) + lane % LANES_OF_ROW * 16;
+    const int row = lane / LANES_OF_ROW;
+    const unsigned char* const staged = readout_stage(group) + lane % LANES_OF_ROW * 16 + row * OUT_PITCH;
     unsigned int parity = 0;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        const long long channel =
-            head * VALUE_HEAD_DIM + column + group * 64 + lane % LANES_OF_ROW * (16 / static_cast<int>(sizeof(OUT_TYPE)));
+        OUT_TYPE* const readouts = walk.out + head * VALUE_HEAD_DIM + column + group * 64 +
+                                   lane % LANES_OF_ROW * (16 / static_cast<int>(sizeof(OUT_TYPE)));
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
-            OUT_TYPE* const target = walk.out + walk.plan.token(chunk) * walk.out_token_stride + channel;
+            OUT_TYPE* target = readouts + (walk.plan.token(chunk) + row) * walk.out_token_stride;
             const int length = walk.plan.length(chunk);
             wait_for_round(barriers().staged[group], parity);
-            #pragma unroll 4
-            for (int row = lane / LANES_OF_ROW; row < length; row += 32 / LANES_OF_ROW)
-                *reinterpret_cast<uint4*>(target + row * walk.out_token_stride) =
-                    *reinterpret_cast<const uint4*>(staged + row * OUT_PITCH);
+            #pragma unroll
+            for (int step = 0; step < CHUNK_LEN / ROWS_AT_ONCE; ++step) {
+                if (step * ROWS_AT_ONCE + row < length)
+                    *reinterpret_cast<uint4*>(target) =
+                        *reinterpret_cast<const uint4*>(staged + step * ROWS_AT_ONCE * OUT_PITCH);
+                target += ROWS_AT_ONCE * walk.out_token_stride;
+            }
             __syncwarp();
             if (lane == 0) arrive(barriers().stored[group]);
             parity ^= 1;
@@ -226,6 +247,7 @@ struct Columns {
     int power[2];      // the state is 2^power times the sums
     float largest[2];  // what the sums held at most before the last chunk, and its decay
     bool is_bad[2];    // NaN
+    bool need_care;    // before the next chunk; the same in all lanes of a warp
     int first_bad[2];  // token of this chunk from which on it is
 };
 
@@ -266,7 +288,7 @@ constexpr int LOWEST_POWER = -3;
 constexpr int HIGHEST_POWER = 4;
 // A chunk whose updates are smaller, or that sees less of the state, takes units of its own for its values.
 constexpr int LEAST_UPDATE_POWER = -9;
-constexpr float LEAST_DECAY = 0x1p-8f;
+constexpr float LEAST_DECAY = 0x1p-13f;
 
 __device__ __forceinline__ float largest_in_units(const ChunkValues& values, const Columns& columns, int half) {
     return fmaxf(columns.largest[half], values.largest[half] * whole_power(-columns.power[half]));
@@ -577,6 +599,7 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
     }
     stage_readout(readout, place.staged());
     values.find_largest();
+    columns.need_care = needs_care(values, columns, scalars_of(stage_of(place.next_turn)));
     wait_for_products<0>();
 }
 
@@ -596,14 +619,14 @@ __device__ __forceinline__ void walk_piece(
         load_state(state, walk.carry_in + offset, columns);
     }
     unsigned int chunk = piece.begin;
-    bool is_careful = needs_care(values, columns, scalars_of(stage_of(turn)));
+    columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
     do {
         // Not a chunk of this walker: the one it is at, whose values nobody will use.
         const Turn next_turn = has_more || chunk + 1 < piece.end ? turn.next() : turn;
         const ChunkScalars& scalars = scalars_of(stage_of(turn));
         columns.first_bad[0] = columns.is_bad[0] ? 0 : CHUNK_LEN;
         columns.first_bad[1] = columns.is_bad[1] ? 0 : CHUNK_LEN;
-        if (is_careful) take_care(state, values, columns, scalars);
+        if (__builtin_expect(columns.need_care, false)) take_care(state, values, columns, scalars);
         const ChunkPlace place = {turn, next_turn, group, stored_parity ^ 1};
         const bool has_own_units = scalars.update_power < LEAST_UPDATE_POWER ||
                                    (scalars.first_decay < LEAST_DECAY && scalars.first_decay > 0.0f);
@@ -614,14 +637,14 @@ __device__ __forceinline__ void walk_piece(
         }
         stored_parity ^= 1;
         __syncwarp();
-        if (columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN) overwrite_bad(place.staged(), columns);
+        if (__builtin_expect(columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN, false))
+            overwrite_bad(place.staged(), columns);
         __syncwarp();
         if (lane == 0) {
             arrive(barriers().empty[turn.stage]);
             arrive(barriers().staged[group]);
         }
         turn = next_turn;
-        is_careful = needs_care(values, columns, scalars_of(stage_of(turn)));
     } while (++chunk < piece.end);
 
     if (piece.is_last) {
@@ -660,7 +683,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
                        SlabPieces(plan, first_chunk, slab_chunks), static_cast<unsigned int>(first_chunk)};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < WALK_STAGES; ++stage) {
-            prepare_barrier_of(barriers().full[stage], 1 + 32);  // who expects the bytes, and lanes with copies of their own
+            // Who expects the bytes, and lanes with copies of their own.
+            prepare_barrier_of(barriers().full[stage], 1 + 32 * WARPGROUPS);
             prepare_barrier_of(barriers().empty[stage], WALKING_WARPS);
         }
         for (int group = 0; group < WARPGROUPS; ++group) {
@@ -673,8 +697,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp >= WALKING_WARPS) {
         if constexpr (WARPGROUPS == 2) keep_registers<40>();
-        if (warp == WALKING_WARPS) load_chunks(walk);
-        if (warp > WALKING_WARPS && warp <= WALKING_WARPS + WARPGROUPS) store_readouts(walk, warp - WALKING_WARPS - 1);
+        const int helper = warp - WALKING_WARPS;
+        if (helper < WARPGROUPS) {
+            load_chunks(walk, helper);
+        } else {
+            store_readouts(walk, helper - WARPGROUPS);
+        }
     } else {
         if constexpr (WARPGROUPS == 2) take_registers<232>();
         walk_chunks(walk, warp / 4);

@@ -42,7 +42,17 @@ struct ChunkScalars {
     int readout_power;             // that was taken out of solver and scores together
     int num_good;                  // tokens before the first that holds what is not finite; CHUNK_LEN if there is none
     float first_decay;             // exp(G_0): the most that the chunk sees of the state before it
-    int unused[11];
+    int is_plain;                  // whether num_good, first_decay and update_power are as they are nearly always
+    int unused[10];
+
+    // A walk that has one unit for the state and for values can do so unless updates are smaller than this, or the chunk
+    // sees less than that of the state, but something.
+    static constexpr int LEAST_UPDATE_POWER = -9;
+    static constexpr float LEAST_DECAY = 0x1p-13f;
+
+    __device__ __forceinline__ bool has_own_units() const {
+        return update_power < LEAST_UPDATE_POWER || (first_decay < LEAST_DECAY && first_decay > 0.0f);
+    }
 };
 
 // In this order. Of a key head: terms of keys, terms of queries. Of a value head: terms of the solver, terms of the scores,

@@ -168,6 +168,10 @@ __device__ __forceinline__ void load_chunks(const Walk& walk, int group) {
             turn = turn.next();
         }
     });
+    // Walkers look at the values of the chunk behind the one they run, so there is one behind the last, with any values.
+    wait_for_round(barriers().empty[turn.stage], turn.parity ^ 1);
+    arrive(barriers().full[turn.stage]);
+    if (group == 0 && lane == 0) arrive(barriers().full[turn.stage]);
 }
 
 // ---- Storers: a warp for each walker ----
@@ -247,8 +251,9 @@ struct Columns {
     int power[2];      // the state is 2^power times the sums
     float largest[2];  // what the sums held at most before the last chunk, and its decay
     bool is_bad[2];    // NaN
-    bool need_care;    // before the next chunk; the same in all lanes of a warp
     int first_bad[2];  // token of this chunk from which on it is
+    bool some_bad;     // of the warp
+    bool need_care;    // whether anything is to be seen to before the next chunk; of the warp
 };
 
 __device__ __forceinline__ const ChunkScalars& scalars_of(const unsigned char* stage) {
@@ -286,36 +291,34 @@ __device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& colu
 // most 139 m, since a step of the recurrence with beta <= 2 lengthens no column but by what it adds.)
 constexpr int LOWEST_POWER = -3;
 constexpr int HIGHEST_POWER = 4;
-// A chunk whose updates are smaller, or that sees less of the state, takes units of its own for its values.
-constexpr int LEAST_UPDATE_POWER = -9;
-constexpr float LEAST_DECAY = 0x1p-13f;
-
 __device__ __forceinline__ float largest_in_units(const ChunkValues& values, const Columns& columns, int half) {
     return fmaxf(columns.largest[half], values.largest[half] * whole_power(-columns.power[half]));
 }
 
+// Of NaN and 0 false, too.
 __device__ __forceinline__ bool fits_units(float largest) {
-    return largest == 0.0f || (largest >= whole_power(LOWEST_POWER) && largest < whole_power(HIGHEST_POWER));
+    return __float_as_uint(largest) - __float_as_uint(whole_power(LOWEST_POWER)) <
+           __float_as_uint(whole_power(HIGHEST_POWER)) - __float_as_uint(whole_power(LOWEST_POWER));
 }
 
-// Whether anything is to be seen to before the warp runs a chunk.
+// Whether anything is to be seen to before the warp runs a chunk; the same in all its lanes.
 __device__ __forceinline__ bool needs_care(const ChunkValues& values, const Columns& columns, const ChunkScalars& scalars) {
-    const bool is_well = is_finite(values.largest[0]) && is_finite(values.largest[1]) && scalars.num_good == CHUNK_LEN &&
-                         fits_units(largest_in_units(values, columns, 0)) &&
-                         fits_units(largest_in_units(values, columns, 1)) && scalars.first_decay > 0.0f;
-    return __any_sync(0xFFFFFFFFu, !is_well) != 0;
+    const bool is_plain = fits_units(largest_in_units(values, columns, 0)) &&
+                          fits_units(largest_in_units(values, columns, 1)) && scalars.is_plain;
+    return __any_sync(0xFFFFFFFFu, !is_plain) || columns.some_bad;
 }
 
 // See to it: what is not finite, a state that the chunk does not see, units that do not fit.
 __device__ __forceinline__ void take_care(
     State& state, ChunkValues& values, Columns& columns, const ChunkScalars& scalars) {
     set_bad_apart(values, columns, scalars.num_good);
+    columns.some_bad = __any_sync(0xFFFFFFFFu, columns.is_bad[0] || columns.is_bad[1]) != 0;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (scalars.first_decay == 0.0f) columns.largest[half] = 0.0f;
         const float largest = largest_in_units(values, columns, half);
         int change = 0;
-        if (!fits_units(largest)) {
+        if (largest != 0.0f && !fits_units(largest)) {
             // In two steps, because 2^-power may be more than a float holds.
             const int own = columns.largest[half] > 0.0f ? columns.power[half] + exponent_of(columns.largest[half]) : -200;
             const int other = values.largest[half] > 0.0f ? exponent_of(values.largest[half]) : -200;
@@ -356,6 +359,7 @@ __device__ __forceinline__ void load_state(State& state, const Stored* source, C
         bad |= __shfl_xor_sync(0xFFFFFFFFu, bad, 1);
         bad |= __shfl_xor_sync(0xFFFFFFFFu, bad, 2);
         columns.is_bad[half] = bad != 0;
+        columns.first_bad[half] = CHUNK_LEN;
         const float most = max_across_column(largest[half]);
         columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - (HIGHEST_POWER - 1);
         const float scale = bad ? 0.0f : whole_power(-columns.power[half]);
@@ -597,8 +601,8 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
             readout[tile][2 * half + 1] *= query.y * out_scales[half];
         }
     }
-    stage_readout(readout, place.staged());
     values.find_largest();
+    stage_readout(readout, place.staged());
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(place.next_turn)));
     wait_for_products<0>();
 }
@@ -606,7 +610,7 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
 // Run the chunks of one item.
 __device__ __forceinline__ void walk_piece(
     const Walk& walk, const RowPiece& piece, long long head, int tile_column, int group, Turn& turn,
-    unsigned int& stored_parity, ChunkValues& values, bool has_more) {
+    unsigned int& stored_parity, ChunkValues& values) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int column = tile_column + group * 64 + own_warp() * 16 + lane / 4;
     const long long offset = (head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
@@ -618,34 +622,35 @@ __device__ __forceinline__ void walk_piece(
     } else {
         load_state(state, walk.carry_in + offset, columns);
     }
-    unsigned int chunk = piece.begin;
+    columns.some_bad = __any_sync(0xFFFFFFFFu, columns.is_bad[0] || columns.is_bad[1]) != 0;
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
+    unsigned int num_left = piece.end - piece.begin;
     do {
-        // Not a chunk of this walker: the one it is at, whose values nobody will use.
-        const Turn next_turn = has_more || chunk + 1 < piece.end ? turn.next() : turn;
-        const ChunkScalars& scalars = scalars_of(stage_of(turn));
-        columns.first_bad[0] = columns.is_bad[0] ? 0 : CHUNK_LEN;
-        columns.first_bad[1] = columns.is_bad[1] ? 0 : CHUNK_LEN;
-        if (__builtin_expect(columns.need_care, false)) take_care(state, values, columns, scalars);
-        const ChunkPlace place = {turn, next_turn, group, stored_parity ^ 1};
-        const bool has_own_units = scalars.update_power < LEAST_UPDATE_POWER ||
-                                   (scalars.first_decay < LEAST_DECAY && scalars.first_decay > 0.0f);
-        if (__any_sync(0xFFFFFFFFu, has_own_units)) {
+        const ChunkPlace place = {turn, turn.next(), group, stored_parity ^ 1};
+        const bool is_careful = columns.need_care;
+        bool has_own_units = false;
+        if (__builtin_expect(is_careful, false)) {
+            const ChunkScalars& scalars = scalars_of(stage_of(turn));
+            take_care(state, values, columns, scalars);
+            has_own_units = __any_sync(0xFFFFFFFFu, scalars.has_own_units()) != 0;
+        }
+        if (__builtin_expect(has_own_units, false)) {
             run_chunk<true>(state, values, columns, place);
         } else {
             run_chunk<false>(state, values, columns, place);
         }
-        stored_parity ^= 1;
         __syncwarp();
-        if (__builtin_expect(columns.first_bad[0] < CHUNK_LEN || columns.first_bad[1] < CHUNK_LEN, false))
+        if (__builtin_expect(is_careful, false)) {
             overwrite_bad(place.staged(), columns);
-        __syncwarp();
+            __syncwarp();
+        }
         if (lane == 0) {
             arrive(barriers().empty[turn.stage]);
             arrive(barriers().staged[group]);
         }
-        turn = next_turn;
-    } while (++chunk < piece.end);
+        stored_parity ^= 1;
+        turn = place.next_turn;
+    } while (--num_left > 0);
 
     if (piece.is_last) {
         store_state(state, pool, columns);
@@ -663,10 +668,8 @@ __device__ __forceinline__ void walk_chunks(const Walk& walk, int group) {
     wait_for_round(barriers().full[0], 0);
     values.load(stage_of(turn) + values_offset(group));
     values.find_largest();
-    unsigned int item = blockIdx.x;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        item += gridDim.x;
-        walk_piece(walk, piece, head, column, group, turn, stored_parity, values, item < num_items);
+        walk_piece(walk, piece, head, column, group, turn, stored_parity, values);
     });
 }
 

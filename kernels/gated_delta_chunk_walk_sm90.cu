@@ -233,13 +233,10 @@ struct ChunkValues {
     }
 
     __device__ __forceinline__ void find_largest() {
+        unsigned int pairs[2] = {words[0], words[1]};
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            unsigned int pair = words[half];
-            #pragma unroll
-            for (int tile = 1; tile < TOKEN_TILES; ++tile) pair = larger_pair(pair, words[2 * tile + half], WORK_TYPE{});
-            largest[half] = largest_of_pair(pair, WORK_TYPE{});
-        }
+        for (int i = 2; i < 2 * TOKEN_TILES; ++i) pairs[i % 2] = larger_pair(pairs[i % 2], words[i], WORK_TYPE{});
+        largest_of_pairs(largest, pairs[0], pairs[1], WORK_TYPE{});
     }
 };
 
@@ -476,16 +473,15 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
     commit_products();
 
     // Of the rounded state: the compiler would wait for the products if sums were read now.
+    float largest_sums[2];
+    unsigned int pairs[2] = {rounded[0][0], rounded[0][1]};
+    #pragma unroll
+    for (int i = 2; i < 4 * KEY_STEPS; ++i) pairs[i % 2] = larger_pair(pairs[i % 2], rounded[i / 4][i % 4], float16{});
+    largest_of_pairs(largest_sums, pairs[0], pairs[1], float16{});
     float value_scales[2], memory_scales[2], out_scales[2], decays[2], update_units[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        unsigned int pair = rounded[0][half];
-        #pragma unroll
-        for (int step = 0; step < KEY_STEPS; ++step) {
-            if (step > 0) pair = larger_pair(pair, rounded[step][half], float16{});
-            pair = larger_pair(pair, rounded[step][2 + half], float16{});
-        }
-        const float largest = largest_of_pair(pair, float16{});
+        const float largest = largest_sums[half];
         int value_power = columns.power[half];
         decays[half] = scalars.decay;
         columns.largest[half] = largest * scalars.decay;
@@ -601,8 +597,8 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
             readout[tile][2 * half + 1] *= query.y * out_scales[half];
         }
     }
-    values.find_largest();
     stage_readout(readout, place.staged());
+    values.find_largest();
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(place.next_turn)));
     wait_for_products<0>();
 }
@@ -625,32 +621,30 @@ __device__ __forceinline__ void walk_piece(
     columns.some_bad = __any_sync(0xFFFFFFFFu, columns.is_bad[0] || columns.is_bad[1]) != 0;
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
     unsigned int num_left = piece.end - piece.begin;
-    do {
-        const ChunkPlace place = {turn, turn.next(), group, stored_parity ^ 1};
-        const bool is_careful = columns.need_care;
-        bool has_own_units = false;
-        if (__builtin_expect(is_careful, false)) {
-            const ChunkScalars& scalars = scalars_of(stage_of(turn));
-            take_care(state, values, columns, scalars);
-            has_own_units = __any_sync(0xFFFFFFFFu, scalars.has_own_units()) != 0;
-        }
-        if (__builtin_expect(has_own_units, false)) {
-            run_chunk<true>(state, values, columns, place);
-        } else {
-            run_chunk<false>(state, values, columns, place);
-        }
+    const auto finish = [&]() {  // the warp has what it needs of the chunk, and left its readout
         __syncwarp();
-        if (__builtin_expect(is_careful, false)) {
-            overwrite_bad(place.staged(), columns);
-            __syncwarp();
-        }
         if (lane == 0) {
             arrive(barriers().empty[turn.stage]);
             arrive(barriers().staged[group]);
         }
         stored_parity ^= 1;
-        turn = place.next_turn;
-    } while (--num_left > 0);
+        turn = turn.next();
+        --num_left;
+    };
+    while (true) {
+        // A loop of its own, so that what is rare lies elsewhere: instructions are fetched ahead, but not across jumps.
+        while (num_left > 0 && !columns.need_care) {
+            run_chunk<false>(state, values, columns, {turn, turn.next(), group, stored_parity ^ 1});
+            finish();
+        }
+        if (num_left == 0) break;
+        take_care(state, values, columns, scalars_of(stage_of(turn)));
+        const ChunkPlace place = {turn, turn.next(), group, stored_parity ^ 1};
+        run_chunk<true>(state, values, columns, place);
+        __syncwarp();
+        overwrite_bad(place.staged(), columns);
+        finish();
+    }
 
     if (piece.is_last) {
         store_state(state, pool, columns);

@@ -115,11 +115,13 @@ __device__ __forceinline__ unsigned int larger_pair(unsigned int a, unsigned int
     return result;
 }
 
-// The larger magnitude of the two of a pair, over the lanes that share a row of an operand.
+// The largest magnitudes of two pairs, each over the lanes that share a row of an operand. NaN if there is one.
 template <typename Stored>
-__device__ __forceinline__ float largest_of_pair(unsigned int pair, Stored) {
-    unsigned int bits = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);  // of magnitudes the order is that of their bits
-    bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 1));
-    bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, 2));
-    return to_float(Stored{static_cast<unsigned short>(bits)});
+__device__ __forceinline__ void largest_of_pairs(float (&largest)[2], unsigned int first, unsigned int second, Stored kind) {
+    // From here on the lower half is of the first pair, the upper one of the second.
+    unsigned int both = larger_pair(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632), kind);
+    both = larger_pair(both, __shfl_xor_sync(0xFFFFFFFFu, both, 1), kind);
+    both = larger_pair(both, __shfl_xor_sync(0xFFFFFFFFu, both, 2), kind);
+    largest[0] = to_float(Stored{static_cast<unsigned short>(both & 0x7FFFu)});
+    largest[1] = to_float(Stored{static_cast<unsigned short>(both >> 16 & 0x7FFFu)});
 }

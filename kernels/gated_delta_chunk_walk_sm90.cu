@@ -288,6 +288,7 @@ __device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& colu
 // most 139 m, since a step of the recurrence with beta <= 2 lengthens no column but by what it adds.)
 constexpr int LOWEST_POWER = -3;
 constexpr int HIGHEST_POWER = 4;
+constexpr int WANTED_POWER = 0;  // where new units put it
 __device__ __forceinline__ float largest_in_units(const ChunkValues& values, const Columns& columns, int half) {
     return fmaxf(columns.largest[half], values.largest[half] * whole_power(-columns.power[half]));
 }
@@ -319,7 +320,7 @@ __device__ __forceinline__ void take_care(
             // In two steps, because 2^-power may be more than a float holds.
             const int own = columns.largest[half] > 0.0f ? columns.power[half] + exponent_of(columns.largest[half]) : -200;
             const int other = values.largest[half] > 0.0f ? exponent_of(values.largest[half]) : -200;
-            change = max(own, other) - (HIGHEST_POWER - 1) - columns.power[half];
+            change = max(own, other) - WANTED_POWER - columns.power[half];
         }
         const float scale = scalars.first_decay == 0.0f ? 0.0f : whole_power(-change);
         columns.power[half] += change;
@@ -358,7 +359,7 @@ __device__ __forceinline__ void load_state(State& state, const Stored* source, C
         columns.is_bad[half] = bad != 0;
         columns.first_bad[half] = CHUNK_LEN;
         const float most = max_across_column(largest[half]);
-        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - (HIGHEST_POWER - 1);
+        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - WANTED_POWER;
         const float scale = bad ? 0.0f : whole_power(-columns.power[half]);
         columns.largest[half] = bad ? 0.0f : most * scale;
         #pragma unroll
@@ -495,12 +496,12 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
             int power = value_power + scalars.update_power;
             const float left = largest * scalars.decay;
             if (left > 0.0f) power = max(power, columns.power[half] + exponent_of(left));
-            power -= HIGHEST_POWER - 1;
+            power -= WANTED_POWER;
             memory_scales[half] = whole_power(columns.power[half] - value_power);
             update_units[half] = whole_power(value_power - power);
             decays[half] *= whole_power(columns.power[half] - power);
             columns.power[half] = power;
-            columns.largest[half] = whole_power(HIGHEST_POWER - 1);
+            columns.largest[half] = whole_power(WANTED_POWER);
         }
         value_scales[half] = whole_power(-value_power);
         out_scales[half] = whole_power(value_power);
@@ -621,30 +622,32 @@ __device__ __forceinline__ void walk_piece(
     columns.some_bad = __any_sync(0xFFFFFFFFu, columns.is_bad[0] || columns.is_bad[1]) != 0;
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
     unsigned int num_left = piece.end - piece.begin;
-    const auto finish = [&]() {  // the warp has what it needs of the chunk, and left its readout
+    do {
+        const ChunkPlace place = {turn, turn.next(), group, stored_parity ^ 1};
+        const bool is_careful = columns.need_care;
+        bool has_own_units = false;  // the same in all warps that multiply together, unlike `is_careful`
+        if (is_careful) {
+            const ChunkScalars& scalars = scalars_of(stage_of(turn));
+            take_care(state, values, columns, scalars);
+            has_own_units = __any_sync(0xFFFFFFFFu, scalars.has_own_units()) != 0;
+        }
+        if (has_own_units) {
+            run_chunk<true>(state, values, columns, place);
+        } else {
+            run_chunk<false>(state, values, columns, place);
+        }
         __syncwarp();
+        if (is_careful) {
+            overwrite_bad(place.staged(), columns);
+            __syncwarp();
+        }
         if (lane == 0) {
             arrive(barriers().empty[turn.stage]);
             arrive(barriers().staged[group]);
         }
         stored_parity ^= 1;
-        turn = turn.next();
-        --num_left;
-    };
-    while (true) {
-        // A loop of its own, so that what is rare lies elsewhere: instructions are fetched ahead, but not across jumps.
-        while (num_left > 0 && !columns.need_care) {
-            run_chunk<false>(state, values, columns, {turn, turn.next(), group, stored_parity ^ 1});
-            finish();
-        }
-        if (num_left == 0) break;
-        take_care(state, values, columns, scalars_of(stage_of(turn)));
-        const ChunkPlace place = {turn, turn.next(), group, stored_parity ^ 1};
-        run_chunk<true>(state, values, columns, place);
-        __syncwarp();
-        overwrite_bad(place.staged(), columns);
-        finish();
-    }
+        turn = place.next_turn;
+    } while (--num_left > 0);
 
     if (piece.is_last) {
         store_state(state, pool, columns);

@@ -232,6 +232,12 @@ struct ChunkValues {
         return float_of_word(&words[2 * tile + half], next, WORK_TYPE{});
     }
 
+    // Nothing is made of them before here: they come from memory, and a warp that waits for them does nothing else.
+    __device__ __forceinline__ void hold() {
+        #pragma unroll
+        for (int i = 0; i < 2 * TOKEN_TILES; ++i) asm volatile("" : "+r"(words[i]));
+    }
+
     __device__ __forceinline__ void find_largest() {
         unsigned int pairs[2] = {words[0], words[1]};
         #pragma unroll
@@ -599,6 +605,7 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
         }
     }
     stage_readout(readout, place.staged());
+    values.hold();
     values.find_largest();
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(place.next_turn)));
     wait_for_products<0>();

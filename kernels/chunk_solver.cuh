@@ -46,16 +46,20 @@ struct Triangle {
     }
 };
 
-// Two neighbouring entries of a tile of tokens by tokens: of row `row` + `next_rows`, `row` a multiple of 8, and the
+// Where two neighbouring entries of a tile of tokens by tokens lie: of row `row` + `next_rows`, `row` a multiple of 8, the
 // `pair`th two of a piece.
+__device__ __forceinline__ unsigned int* score_pair(unsigned char* tile, int row, int next_rows, int piece, int pair) {
+    return reinterpret_cast<unsigned int*>(
+        tile + row * SCORE_ROW_BYTES + (tile_offset<SCORE_ROW_BYTES>(next_rows, 0) ^ piece * 16) + pair * 4);
+}
+constexpr int SCORE_TERM_WORDS = SCORE_TERM_BYTES / 4;
+
 __device__ __forceinline__ void store_score_pair(
     unsigned char* tile, int row, int next_rows, int piece, int pair, float first, float second) {
     const unsigned int rounded = float16_pair(first, second);
-    unsigned char* const word =
-        tile + row * SCORE_ROW_BYTES + (tile_offset<SCORE_ROW_BYTES>(next_rows, 0) ^ piece * 16) + pair * 4;
-    *reinterpret_cast<unsigned int*>(word) = rounded;
-    if constexpr (OPERANDS == 2)
-        *reinterpret_cast<unsigned int*>(word + SCORE_TERM_BYTES) = left_over(first, second, rounded);
+    unsigned int* const word = score_pair(tile, row, next_rows, piece, pair);
+    word[0] = rounded;
+    if constexpr (OPERANDS == 2) word[SCORE_TERM_WORDS] = left_over(first, second, rounded);
 }
 
 // Put the inverse of I + A_jj, in two terms, where A_jj would lie. By a half-warp, a lane for each column.
@@ -84,22 +88,14 @@ __device__ __forceinline__ void solve_column(
     Triangle& triangle, int j, const float* beta, float unit, unsigned char* solver) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const float scales[2] = {beta[16 * j + lane / 4] * unit, beta[16 * j + lane / 4 + 8] * unit};
-    // Of a transposed block, lane / 4 is the column of T: entries of a pair lie in neighbouring rows of the tile.
-    unsigned char* targets[2][2];  // [half of the columns][row of the pair]
-    #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        #pragma unroll
-        for (int next = 0; next < 2; ++next)
-            targets[half][next] =
-                solver + (tile_offset<SCORE_ROW_BYTES>(lane % 4 * 2 + next, 0) ^ (2 * j + half) * 16) + lane / 4 * 2;
-    const auto store = [&](int i, int half, int side, int next, float entry) {
-        const float value = entry * scales[half];
-        const unsigned int rounded = float16_pair(value, 0.0f);
-        unsigned char* const word = targets[half][next] + (16 * i + 8 * side) * SCORE_ROW_BYTES;
-        *reinterpret_cast<unsigned short*>(word) = static_cast<unsigned short>(rounded);
-        if constexpr (OPERANDS == 2)
-            *reinterpret_cast<unsigned short*>(word + SCORE_TERM_BYTES) =
-                static_cast<unsigned short>(left_over(value, 0.0f, rounded));
+    // Entries of a transposed block that a lane holds lie in one column of T, until they are transposed again.
+    const auto store = [&](int i, int half, int side, float first, float second) {
+        first *= scales[half];
+        second *= scales[half];
+        const unsigned int rounded = float16_pair(first, second);
+        unsigned int* const word = score_pair(solver, 16 * i + 8 * side, lane / 4, 2 * j + half, lane % 4);
+        word[0] = transposed(rounded);
+        if constexpr (OPERANDS == 2) word[SCORE_TERM_WORDS] = transposed(left_over(first, second, rounded));
     };
     LeftOperand<2> column[BLOCKS];  // T_ij transposed; entries before j are never used
     #pragma unroll
@@ -143,6 +139,7 @@ __device__ __forceinline__ void solve_column(
         #pragma unroll
         for (int side = 0; side < 2; ++side)
             #pragma unroll
-            for (int word = 0; word < 4; ++word) store(i, word / 2, side, word % 2, sums[side][word]);
+            for (int half = 0; half < 2; ++half)
+                store(i, half, side, sums[side][2 * half], sums[side][2 * half + 1]);
     }
 }

@@ -33,7 +33,8 @@ constexpr int NUM_THREADS = 256;
 constexpr int STRIPS = CHUNK_LEN / 16;  // of 16 tokens
 constexpr int SCORE_TILES = CHUNK_LEN / 8;
 constexpr int HEADS_AT_ONCE = 2;
-constexpr int PIECES_OF_LANE = PADDED_KEY_DIM / 64;  // 8 lanes share a token's key
+constexpr int LANES_OF_TOKEN = OPERANDS == 1 && CHUNK_LEN == 64 && PADDED_KEY_DIM <= 128 ? 4 : 8;  // that share its key
+constexpr int PIECES_OF_LANE = PADDED_KEY_DIM / 8 / LANES_OF_TOKEN;
 
 // Of a token: what is left of the inverse norms. A key that is not finite has NaN here.
 struct TokenNorms {
@@ -68,9 +69,9 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES");
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < __uint_as_float(0x7F800000u); }
 
-__device__ __forceinline__ float add_across_8_lanes(float value) {
+__device__ __forceinline__ float add_across_lanes_of_token(float value) {
     #pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+    for (int distance = 1; distance < LANES_OF_TOKEN; distance *= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
     return value;
 }
 
@@ -91,7 +92,7 @@ __device__ __forceinline__ void store_piece(
     }
 }
 
-constexpr int TOKENS_AT_ONCE = NUM_THREADS / 8;  // 8 lanes share a token
+constexpr int TOKENS_AT_ONCE = NUM_THREADS / LANES_OF_TOKEN;
 constexpr int PASSES = CHUNK_LEN / TOKENS_AT_ONCE;
 
 // The keys, or the queries, of the chunk's tokens as they lie in memory: what a lane has of them.
@@ -100,16 +101,16 @@ struct RawRows {
 
     __device__ __forceinline__ void load(
         const WORK_TYPE* source, long long token_stride, long long channel_stride, int length) {
-        const int lane = static_cast<int>(threadIdx.x) % 8;
-        const int token = static_cast<int>(threadIdx.x) / 8;
+        const int lane = static_cast<int>(threadIdx.x) % LANES_OF_TOKEN;
+        const int token = static_cast<int>(threadIdx.x) / LANES_OF_TOKEN;
         const WORK_TYPE* const first = source + token * token_stride + lane * 8 * channel_stride;
         #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass)
             #pragma unroll
             for (int i = 0; i < PIECES_OF_LANE; ++i) {
                 runs[pass][i] = {};
-                if (token + pass * TOKENS_AT_ONCE < length && (i * 8 + lane) * 8 < KEY_HEAD_DIM)
-                    runs[pass][i].load(first + pass * TOKENS_AT_ONCE * token_stride + i * 64 * channel_stride,
+                if (token + pass * TOKENS_AT_ONCE < length && (i * LANES_OF_TOKEN + lane) * 8 < KEY_HEAD_DIM)
+                    runs[pass][i].load(first + pass * TOKENS_AT_ONCE * token_stride + i * LANES_OF_TOKEN * 8 * channel_stride,
                                        channel_stride);
             }
     }
@@ -118,7 +119,7 @@ struct RawRows {
 // Bring raw rows into their tiles, and leave what remains of their inverse norms.
 __device__ __forceinline__ void make_tiles(
     const RawRows& rows, unsigned char* shared, unsigned char* global, float* norms) {
-    const int lane = static_cast<int>(threadIdx.x) % 8;
+    const int lane = static_cast<int>(threadIdx.x) % LANES_OF_TOKEN;
     #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
         float values[PIECES_OF_LANE][8];
@@ -130,7 +131,7 @@ __device__ __forceinline__ void make_tiles(
                 values[i][j] = rows.runs[pass][i][j];
                 sum = fmaf(values[i][j], values[i][j], sum);
             }
-        sum = add_across_8_lanes(sum);
+        sum = add_across_lanes_of_token(sum);
         const int power = exponent_of(sum) >> 1;  // rounded down
         const float scale = whole_power(-power);
         float left = sum == 0.0f ? 0.0f : whole_power(power) * inverse_norm(sum);  // of 0 it would decide all powers
@@ -144,15 +145,15 @@ __device__ __forceinline__ void make_tiles(
                     rest += values[i][j] * 0.0f;
                     if (!is_finite(sum)) values[i][j] = 0.0f;
                 }
-            rest = add_across_8_lanes(rest);
+            rest = add_across_lanes_of_token(rest);
             if (!is_finite(sum)) left = rest;
         }
-        const int token = pass * TOKENS_AT_ONCE + static_cast<int>(threadIdx.x) / 8;
+        const int token = pass * TOKENS_AT_ONCE + static_cast<int>(threadIdx.x) / LANES_OF_TOKEN;
         #pragma unroll
         for (int i = 0; i < PIECES_OF_LANE; ++i) {
             #pragma unroll
             for (int j = 0; j < 8; ++j) values[i][j] *= scale;
-            store_piece(values[i], shared, global, key_piece_offset(token, i * 8 + lane));
+            store_piece(values[i], shared, global, key_piece_offset(token, i * LANES_OF_TOKEN + lane));
         }
         if (lane == 0) norms[token] = left;
     }

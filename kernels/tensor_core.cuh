@@ -18,7 +18,7 @@
 
 __device__ __forceinline__ void multiply_add(
     float (&sums)[4], const unsigned int (&left)[4], unsigned int right_low, unsigned int right_high) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_low), "r"(right_high));
@@ -37,6 +37,13 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned int (&words)[4
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(static_cast<unsigned int>(__cvta_generic_to_shared(row))) : "memory");
+}
+
+// Transpose an 8 x 8 matrix of which each lane holds a word, as load_matrices leaves it.
+__device__ __forceinline__ unsigned int transposed(unsigned int word) {
+    unsigned int result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+    return result;
 }
 
 // Two values rounded to float16, the first in the lower half.

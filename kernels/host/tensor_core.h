@@ -62,8 +62,21 @@ void load_together(unsigned (&words)[4], const void* row) {
     together(load_matrices_of_lanes<TRANSPOSED>, &mine);
 }
 
+inline void transpose_matrix(void* const (&lanes)[WARP_LANES]) {
+    unsigned short matrix[8][8];
+    for (unsigned lane = 0; lane < WARP_LANES; ++lane) memcpy(&matrix[lane / 4][lane % 4 * 2], lanes[lane], 4);
+    for (unsigned lane = 0; lane < WARP_LANES; ++lane) {
+        const unsigned low = matrix[lane % 4 * 2][lane / 4], high = matrix[lane % 4 * 2 + 1][lane / 4];
+        *static_cast<unsigned*>(lanes[lane]) = low | high << 16;
+    }
+}
+
 }  // namespace gdn_on_cpu
 
+inline unsigned int transposed(unsigned int word) {
+    gdn_on_cpu::together(gdn_on_cpu::transpose_matrix, &word);
+    return word;
+}
 inline void multiply_add(
     float (&sums)[4], const unsigned int (&left)[4], unsigned int right_low, unsigned int right_high) {
     gdn_on_cpu::ProductOfLane mine = {sums, left, {right_low, right_high}};

@@ -63,6 +63,15 @@ struct ColumnPair {
     float second;
 };
 
+__device__ __forceinline__ ColumnPair largest_across_lanes(unsigned int first, unsigned int second) {
+    #pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        first = max(first, __shfl_xor_sync(0xFFFFFFFFu, first, distance));
+        second = max(second, __shfl_xor_sync(0xFFFFFFFFu, second, distance));
+    }
+    return {__uint_as_float(first), __uint_as_float(second)};
+}
+
 // The largest magnitude in each of a lane's two columns; infinite or NaN bits count as the largest of all.
 template <int TILES>
 __device__ __forceinline__ ColumnPair largest_of(const float (&values)[TILES][4]) {
@@ -74,12 +83,7 @@ __device__ __forceinline__ ColumnPair largest_of(const float (&values)[TILES][4]
             first = max(first, __float_as_uint(values[tile][i]) & 0x7FFFFFFFu);
             second = max(second, __float_as_uint(values[tile][2 + i]) & 0x7FFFFFFFu);
         }
-    #pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-        first = max(first, __shfl_xor_sync(0xFFFFFFFFu, first, distance));
-        second = max(second, __shfl_xor_sync(0xFFFFFFFFu, second, distance));
-    }
-    return {__uint_as_float(first), __uint_as_float(second)};
+    return largest_across_lanes(first, second);
 }
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < __uint_as_float(0x7F800000u); }
@@ -221,32 +225,11 @@ __device__ __forceinline__ void for_each_token(float (&sums)[TILES][4], const Vi
         for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
 }
 
-__device__ __forceinline__ void make_operand(ChunkOperand& operand, const TokenSums& sums) {
+// The part of an operand for the tokens from `first` on.
+__device__ __forceinline__ void set_operand(ChunkOperand& operand, const SomeSums& sums, int first) {
     #pragma unroll
-    for (int step = 0; step < CHUNK_LEN / 16; ++step) operand[step].set(sums[2 * step], sums[2 * step + 1]);
-}
-
-// The first token of each of a lane's columns that is NaN, as are all after it. Values from there on become 0.
-__device__ __forceinline__ void set_bad_apart(
-    TokenSums& values, ColumnState& state, int num_good, ColumnPair& largest, int (&first_bad)[2]) {
-    const bool is_bad = !is_finite(largest.first) || !is_finite(largest.second) || num_good < CHUNK_LEN;
-    first_bad[0] = state.is_bad[0] ? 0 : CHUNK_LEN;
-    first_bad[1] = state.is_bad[1] ? 0 : CHUNK_LEN;
-    if (!__any_sync(0xFFFFFFFFu, is_bad)) return;
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) first_bad[half] = min(first_bad[half], num_good);
-    for_each_token(values, [&](int token, int half, float& value) {
-        if (!is_finite(value)) first_bad[half] = min(first_bad[half], token);
-    });
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        #pragma unroll
-        for (int distance = 1; distance <= 2; distance *= 2)
-            first_bad[half] = min(first_bad[half], __shfl_xor_sync(0xFFFFFFFFu, first_bad[half], distance));
-        state.is_bad[half] = first_bad[half] < CHUNK_LEN;
-    }
-    for_each_token(values, [&](int token, int half, float& value) { value = token < first_bad[half] ? value : 0.0f; });
-    largest = largest_of(values);
+    for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair)
+        operand[first / 16 + pair].set(sums[2 * pair], sums[2 * pair + 1]);
 }
 
 struct ChunkTokens {
@@ -259,22 +242,57 @@ struct ChunkTokens {
     int length;
 };
 
-// One pointer moves along the tokens: addresses of their own would take more registers than there are.
-__device__ __forceinline__ void load_values(TokenSums& values, const ChunkTokens& tokens) {
-    int token = static_cast<int>(threadIdx.x) % 4 * 2;
+// Calls visit(token, half, value) for a lane's values of TILES tiles of tokens from `first` on; 0 beyond the chunk. One
+// pointer moves along the tokens: addresses of their own would take more registers than there are.
+template <int TILES, typename Visit>
+__device__ __forceinline__ void for_each_value(const ChunkTokens& tokens, int first, const Visit& visit) {
+    int token = first + static_cast<int>(threadIdx.x) % 4 * 2;
     const WORK_TYPE* source = tokens.value + token * tokens.value_token_stride;
     #pragma unroll
-    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+    for (int tile = 0; tile < TILES; ++tile) {
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const long long offset = i % 2 * tokens.value_token_stride + i / 2 * 8 * tokens.value_channel_stride;
-            values[tile][i] = token + i % 2 < tokens.length ? to_float(source[offset]) : 0.0f;
+            visit(token + i % 2, i / 2, token + i % 2 < tokens.length ? to_float(source[offset]) : 0.0f, 4 * tile + i);
         }
         token += 8;
         source += 8 * tokens.value_token_stride;
         hold_pointer(source);
     }
 }
+
+// Of each of a lane's columns in a chunk: the largest magnitude of its values, and the first token from which on it is NaN.
+struct ColumnValues {
+    ColumnPair largest;
+    int first_bad[2];
+
+    __device__ __forceinline__ ColumnValues(const ChunkTokens& tokens, ColumnState& state, int num_good) {
+        find_largest(tokens, CHUNK_LEN, CHUNK_LEN);
+        first_bad[0] = state.is_bad[0] ? 0 : num_good;
+        first_bad[1] = state.is_bad[1] ? 0 : num_good;
+        if (!__any_sync(0xFFFFFFFFu, !is_finite(largest.first) || !is_finite(largest.second) || num_good < CHUNK_LEN)) return;
+        for_each_value<TOKEN_TILES>(tokens, 0, [&](int token, int half, float value, int) {
+            if (!is_finite(value)) first_bad[half] = min(first_bad[half], token);
+        });
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            #pragma unroll
+            for (int distance = 1; distance <= 2; distance *= 2)
+                first_bad[half] = min(first_bad[half], __shfl_xor_sync(0xFFFFFFFFu, first_bad[half], distance));
+            state.is_bad[half] = first_bad[half] < CHUNK_LEN;
+        }
+        find_largest(tokens, first_bad[0], first_bad[1]);
+    }
+
+    // Of the tokens before these ends. Bits that are infinite or NaN count as the largest of all.
+    __device__ __forceinline__ void find_largest(const ChunkTokens& tokens, int first_end, int second_end) {
+        unsigned int bits[2] = {0, 0};
+        for_each_value<TOKEN_TILES>(tokens, 0, [&](int token, int half, float value, int) {
+            if (token < (half == 0 ? first_end : second_end)) bits[half] = max(bits[half], __float_as_uint(value) & 0x7FFFFFFFu);
+        });
+        largest = largest_across_lanes(bits[0], bits[1]);
+    }
+};
 
 // Write the readout of the tokens from `first` on.
 __device__ __forceinline__ void store_readout(const SomeSums& readout, const ChunkTokens& tokens, int first) {
@@ -296,16 +314,12 @@ __device__ __forceinline__ void store_readout(const SomeSums& readout, const Chu
 // Run one chunk: its readout, and the state behind it.
 __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens& tokens, const Stage& stage) {
     const ChunkScalars& scalars = stage.scalars();
-    TokenSums values;
-    load_values(values, tokens);
     const ColumnPair largest_sum = largest_of(state.sums);
-    ColumnPair largest_value = largest_of(values);
-    int first_bad[2];
-    set_bad_apart(values, state, scalars.num_good, largest_value, first_bad);
+    const ColumnValues values(tokens, state, scalars.num_good);
     const float largest_decay = scalars.first_decay;
     const ColumnPowers powers[2] = {
-        column_powers(largest_sum.first, state.power[0], largest_value.first, largest_decay),
-        column_powers(largest_sum.second, state.power[1], largest_value.second, largest_decay)};
+        column_powers(largest_sum.first, state.power[0], values.largest.first, largest_decay),
+        column_powers(largest_sum.second, state.power[1], values.largest.second, largest_decay)};
     RoundedState rounded(state, powers);
 
     // R, then V' = T R
@@ -320,16 +334,14 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
         for_each_token(sums, [&](int token, int half, float& sum) {
             sum *= memory_scales[half] * scalars.decayed_key[first + token];
         });
-        #pragma unroll
-        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[tile][i] = fmaf(values[first / 8 + tile][i], value_scales[i / 2], sums[tile][i]);
-        #pragma unroll
-        for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair)
-            operand[first / 16 + pair].set(sums[2 * pair], sums[2 * pair + 1]);
+        for_each_value<TILES_AT_ONCE>(tokens, first, [&](int token, int half, float value, int i) {
+            const float counted = token < values.first_bad[half] ? value : 0.0f;
+            sums[i / 4][i % 4] = fmaf(counted, value_scales[half], sums[i / 4][i % 4]);
+        });
+        set_operand(operand, sums, first);
     }
-    TokenSums deltas;
+    const float update_unit = whole_power(-scalars.update_power);
+    ChunkOperand deltas, updates;
     #pragma unroll
     for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
         #pragma unroll
@@ -337,31 +349,28 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
             #pragma unroll
             for (int i = 0; i < 4; ++i) sums[tile][i] = 0.0f;
         multiply_triangle(sums, operand, stage.solver(), first);
-        #pragma unroll
-        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) deltas[first / 8 + tile][i] = sums[tile][i];
+        set_operand(deltas, sums, first);
+        for_each_token(sums, [&](int token, int, float& sum) { sum *= scalars.update[first + token] * update_unit; });
+        set_operand(updates, sums, first);
     }
 
     // The readout
     const float out_scales[2] = {whole_power(powers[0].values), whole_power(powers[1].values)};
-    make_operand(operand, deltas);
     #pragma unroll
     for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
         rounded.multiply(sums, state, stage.queries(), first);
         for_each_token(sums, [&](int token, int half, float& sum) {
             sum *= scalars.decayed[first + token] * memory_scales[half];
         });
-        multiply_triangle(sums, operand, stage.scores(), first);
+        multiply_triangle(sums, deltas, stage.scores(), first);
         for_each_token(sums, [&](int token, int half, float& sum) {
             sum *= scalars.query[first + token] * out_scales[half];
-            if (first + token >= first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
+            if (first + token >= values.first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
         });
         store_readout(sums, tokens, first);
     }
 
     // The state: what it holds is in units of the deltas' operand from here on.
-    const float update_unit = whole_power(-scalars.update_power);
     float decays[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -370,8 +379,6 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
         state.power[half] = power;
     }
     state.for_each([&](int, int half, float& sum) { sum *= decays[half]; });
-    for_each_token(deltas, [&](int token, int, float& sum) { sum *= scalars.update[token] * update_unit; });
-    make_operand(operand, deltas);
     #pragma unroll
     for (int step = 0; step < CHUNK_LEN / 16; ++step)
         #pragma unroll
@@ -379,8 +386,8 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
             RightOperands<OPERANDS> right;
             load_block<KEY_ROW_BYTES>(right, stage.keys() + pair / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, 16 * step,
                                       pair % 4 * 2);
-            right.multiply(state.sums[2 * pair], operand[step], 0);
-            right.multiply(state.sums[2 * pair + 1], operand[step], 1);
+            right.multiply(state.sums[2 * pair], updates[step], 0);
+            right.multiply(state.sums[2 * pair + 1], updates[step], 1);
         }
 }
 

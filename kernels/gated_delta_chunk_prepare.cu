@@ -396,7 +396,7 @@ __device__ __forceinline__ void copy_tiles(
         reinterpret_cast<uint4*>(global)[i] = reinterpret_cast<const uint4*>(shared)[i];
 }
 
-constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 56 * 1024 ? 4 : SHARED_BYTES <= 75 * 1024 ? 3 : 2;  // of a multiprocessor
+constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 75 * 1024 ? 3 : 2;  // of a multiprocessor
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_chunk_prepare(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,

@@ -163,8 +163,8 @@ def _workspace_bytes(layer: GatedDeltaLayer, qkv: Argument, algorithm: str, batc
         return 0
     _require_size("batch_size", batch_size, 0)
     states = arrays.take("recurrent_state", layer.recurrent_state)
-    sizes = HeadGeometry.from_shapes(qkv.shape[1], states.shape), qkv.dtype, int(batch_size or 0), qkv.shape[0]
-    return chunked.workspace_bytes(chunked.layout_of(*sizes, algorithm))
+    heads, types = HeadGeometry.from_shapes(qkv.shape[1], states.shape), (qkv.dtype, states.dtype)
+    return chunked.workspace_bytes(chunked.layout_of(heads, *types, int(batch_size or 0), qkv.shape[0], algorithm))
 
 
 # ---- What a layer does. Each function says which calls of ops it is; what stands above it runs them ----

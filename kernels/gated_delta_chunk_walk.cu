@@ -3,8 +3,8 @@
 // Per row and value head, chunk after chunk, with S the state before the chunk, K, Q, T, P, r, s and G as there (T with beta):
 //   1. R = V - exp(G) r (K S)         2. V' = T R, the delta factors of the chunk's tokens
 //   3. out = s (exp(G) (Q S) + P V')  4. S <- exp(G_last) S + K^T (exp(G_last - G) r V')
-// The first state comes from the pool, or where the row began in an earlier slab from `carry_in`; the last goes to the
-// pool, rounded, or where the row goes on to `carry_out`.
+// The first state comes from the pool, and the last goes there. Where a row goes on in another slab, a pool of float32 holds
+// its state in between; other pools hold rounded states, so there it goes to `carry_out` and comes from `carry_in`.
 //
 // A warp has 16 columns of the state for the whole piece of a row, transposed, as sums of products (tensor_core.cuh). So
 // S, R and V' are left operands without leaving the registers, and keys, queries, T and P are right operands.
@@ -19,10 +19,10 @@
 // BLOCK      128 threads for tiles of 64 columns where VALUE_HEAD_DIM is a multiple of 64, else 64 for 32
 // GRID       any number of blocks: they share the pieces, value heads and tiles
 // SHAPES     qkv_conv_output [total_seq_len, conv_dim]; recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM,
-//            VALUE_HEAD_DIM]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]; carry_in, carry_out [num_value_heads,
-//            KEY_HEAD_DIM, VALUE_HEAD_DIM]; chunk_plan, slab: chunk_workspace.cuh
-// MUTATES    slots of rows that end here; rows of out; carry_out
-// CALLER     carry_in and carry_out are two arrays
+//            VALUE_HEAD_DIM]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]; carry_in, carry_out [rows_at_once,
+//            num_value_heads, KEY_HEAD_DIM, VALUE_HEAD_DIM] unless STATE_TYPE is float; chunk_plan, slab: chunk_workspace.cuh
+// MUTATES    slots of rows that end here, with float those of all rows of the slab; rows of out; carry_out
+// CALLER     carry_in and carry_out are two arrays. No row has chunks in two slabs and none in one between them.
 #include "chunk_pieces.cuh"
 
 constexpr int TILE_COLUMNS = VALUE_HEAD_DIM % 64 == 0 ? 64 : 32;
@@ -405,37 +405,40 @@ struct Walk {
     const float* carry_in;
     float* carry_out;
     ChunkSlab slab;
+    SlabPieces pieces;
 };
 
 __device__ __forceinline__ void walk_piece(
-    const Walk& walk, const ChunkPlan& plan, const RowPiece& piece, unsigned int first_chunk, long long value_head,
-    int tile, unsigned char* shared) {
+    const Walk& walk, const ChunkPlan& plan, const RowPiece& piece, long long value_head, int tile, unsigned char* shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int column = tile * TILE_COLUMNS + static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
     const long long key_head = value_head / walk.slab.group_size;
     const long long head_offset = (value_head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
     const long long channel = value_head * VALUE_HEAD_DIM + column;
     const long long value_channel = 2 * walk.slab.num_key_heads * KEY_HEAD_DIM + channel;
-    STATE_TYPE* const pool = walk.recurrent_state + plan.slot(piece.row) * walk.state_slot_stride + head_offset;
+    STATE_TYPE* const pool = walk.recurrent_state + static_cast<long long>(piece.slot) * walk.state_slot_stride + head_offset;
+    const long long num_value_heads = walk.slab.num_key_heads * walk.slab.group_size;
+    const long long carried =
+        walk.pieces.carried(piece) * num_value_heads * KEY_HEAD_DIM * VALUE_HEAD_DIM + head_offset;
     const auto stage = [&](unsigned int chunk) { return Stage{shared + (chunk % WALK_STAGES) * STAGE_BYTES}; };
     const auto start = [&](unsigned int chunk) {
-        const long long place = chunk - first_chunk;
-        stage(chunk).start_copies(walk.slab.key_head(place, key_head), walk.slab.value_head(place, value_head));
+        const long long in_slab = plan.chunk(chunk).place - walk.pieces.begin;
+        stage(chunk).start_copies(walk.slab.key_head(in_slab, key_head), walk.slab.value_head(in_slab, value_head));
     };
 
     __syncthreads();  // all are done with what the shared memory held
     start(piece.begin);
     ColumnState state;
-    if (piece.is_first) {
+    if (!HAS_CARRIES || piece.is_first) {
         state.load(pool);
     } else {
-        state.load(walk.carry_in + head_offset);
+        state.load(walk.carry_in + carried);
     }
     for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
         wait_for_copies();
         __syncthreads();
         if (WALK_STAGES == 2 && chunk + 1 < piece.end) start(chunk + 1);
-        const long long token = plan.token(chunk);
+        const long long token = plan.chunk(chunk).token;
         const ChunkTokens tokens = {
             walk.qkv_conv_output + token * walk.qkv_token_stride + value_channel * walk.qkv_channel_stride,
             walk.qkv_token_stride,
@@ -443,17 +446,17 @@ __device__ __forceinline__ void walk_piece(
             walk.out + token * walk.out_token_stride + channel * walk.out_channel_stride,
             walk.out_token_stride,
             walk.out_channel_stride,
-            plan.length(chunk)};
+            static_cast<int>(plan.chunk(chunk).length)};
         run_chunk(state, tokens, stage(chunk));
         if (WALK_STAGES == 1 && chunk + 1 < piece.end) {
             __syncthreads();
             start(chunk + 1);
         }
     }
-    if (piece.is_last) {
+    if (!HAS_CARRIES || piece.is_last) {
         state.store(pool);
     } else {
-        state.store(walk.carry_out + head_offset);
+        state.store(walk.carry_out + carried);
     }
 }
 
@@ -462,19 +465,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_walk
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
-    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_chunk,
-    long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
+    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
+    long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
     unsigned char* const shared = launch_shared_memory<SHARED_BYTES>();
     const ChunkPlan plan = {chunk_plan, max_chunks};
-    const SlabPieces pieces(plan, first_chunk, slab_chunks);
+    const SlabPieces pieces(plan, first_place, slab_chunks, rows_at_once);
     const Walk walk = {qkv_conv_output, qkv_token_stride, qkv_channel_stride, recurrent_state, state_slot_stride,
                        out, out_token_stride, out_channel_stride, carry_in, carry_out,
-                       {slab, num_key_heads, group_size}};
+                       {slab, num_key_heads, group_size}, pieces};
     const unsigned int tiles_of_piece = static_cast<unsigned int>(num_key_heads * group_size * NUM_TILES);
     const unsigned long long num_items = static_cast<unsigned long long>(pieces.num_pieces) * tiles_of_piece;
     for (unsigned long long item = blockIdx.x; item < num_items; item += gridDim.x) {
         const unsigned int tile = static_cast<unsigned int>(item % tiles_of_piece);
-        walk_piece(walk, plan, pieces.piece(plan, static_cast<unsigned int>(item / tiles_of_piece)),
-                   static_cast<unsigned int>(first_chunk), tile / NUM_TILES, static_cast<int>(tile % NUM_TILES), shared);
+        const RowPiece piece = pieces.piece(plan, static_cast<unsigned int>(item / tiles_of_piece));
+        if (piece.begin < piece.end)
+            walk_piece(walk, plan, piece, tile / NUM_TILES, static_cast<int>(tile % NUM_TILES), shared);
     }
 }

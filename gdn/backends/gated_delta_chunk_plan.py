@@ -26,6 +26,7 @@ KERNEL = Kernel(
         ("chunk_plan", "pointer"),
         ("max_chunks", "int64"),
         ("min_row_len", "int64"),
+        ("rows_at_once", "int64"),
         ("short_slot_idx", "pointer"),
     ),
 )
@@ -50,6 +51,6 @@ def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_p
             *(offsets.pointer, *offsets.strides, int(offsets.dtype == "int32")),
             *(out.pointer, *out.strides),
             *(inputs.batch_size, inputs.total_seq_len, inputs.max_slots, inputs.geometry.value_dim),
-            *(first_part, layout.max_chunks, layout.min_row_len, short_slots),
+            *(first_part, layout.max_chunks, layout.min_row_len, layout.rows_at_once, short_slots),
         ),
     )

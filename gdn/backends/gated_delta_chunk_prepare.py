@@ -20,7 +20,7 @@ KERNEL = Kernel(
         ("beta_head_stride", "int64"),
         ("chunk_plan", "pointer"),
         ("slab", "pointer"),
-        ("first_chunk", "int64"),
+        ("first_place", "int64"),
         ("slab_chunks", "int64"),
         ("max_chunks", "int64"),
         ("num_key_heads", "int64"),

@@ -115,7 +115,8 @@ def edges(subject: ChunkedSubject) -> Iterator[Comparison]:
 
 def chunk_len_of(case: ChunkedCase) -> int:
     """Tokens of a chunk of a case."""
-    return ChunkLayout(case.heads, case.work_dtype, len(case.lengths), case.total_seq_len, 1).chunk_len
+    types = case.work_dtype, case.state_dtype
+    return ChunkLayout(case.heads, *types, len(case.lengths), case.total_seq_len, 1).chunk_len
 
 
 def workspace(subject: ChunkedSubject) -> Iterator[Comparison]:

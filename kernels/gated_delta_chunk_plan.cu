@@ -15,7 +15,7 @@
 //
 // MACROS     CHUNK_LEN; OUT_TYPE: float, float16, bfloat16
 // BLOCK      1024 threads. In the first block a sequence each, in passes, and then a chunk each
-// GRID       1 block, followed by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) that clear rows
+// GRID       1 block, followed by any number (one at least, unless there are no rows) that share clearing rows
 // SHAPES     slot_idx [batch_size], input_row_offsets [batch_size + 1], out [total_seq_len, value_dim], chunk_plan
 //            [4 + 9 * max_chunks], short_slot_idx [batch_size], dense. Strides in elements.
 // MUTATES    chunk_plan, as far as there are chunks and rows; short_slot_idx; out
@@ -191,5 +191,9 @@ extern "C" __global__ void __launch_bounds__(1024) gated_delta_chunk_plan(
     const NewPlan plan(chunk_plan, max_chunks);
     if (blockIdx.x == 0) return make_plan(batch, plan, max_chunks, min_row_len, rows_at_once, short_slot_idx);
     const auto is_live = [&](long long, const TableEntries& entries) { return live_slot(batch, entries) >= 0; };
-    clear_unowned_rows(batch, blockIdx.x - 1, is_live, out, out_token_stride, out_channel_stride, value_dim);
+    for (long long first = blockIdx.x - 1; first * ROWS_PER_CLEARING_BLOCK < total_seq_len; first += gridDim.x - 1) {
+        clear_unowned_rows(batch, static_cast<unsigned int>(first), is_live, out, out_token_stride, out_channel_stride,
+                           value_dim);
+        __syncthreads();
+    }
 }

@@ -105,6 +105,14 @@ struct Walk {
 
     __device__ __forceinline__ unsigned int num_items() const { return pieces.num_pieces * tiles_of_piece(); }
 
+    // Ask for the state that a piece begins with, where it lies in one piece: loaders are ahead of walkers, which ask for it
+    // when they need it.
+    __device__ __forceinline__ void prefetch_state(const RowPiece& piece, long long head) const {
+        const STATE_TYPE* const state = recurrent_state + piece.slot * state_slot_stride + head * KEY_HEAD_DIM * VALUE_HEAD_DIM;
+        if (TILE_COLUMNS == VALUE_HEAD_DIM && reinterpret_cast<unsigned long long>(state) % 16 == 0)
+            start_prefetch(state, KEY_HEAD_DIM * VALUE_HEAD_DIM * static_cast<int>(sizeof(STATE_TYPE)));
+    }
+
     // Calls visit(piece, value head, first column of the tile) for each item of the block that has chunks.
     template <typename Visit>
     __device__ __forceinline__ void for_each_item(const Visit& visit) const {
@@ -140,9 +148,10 @@ __device__ __forceinline__ void load_chunks(const Walk& walk, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Turn turn;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        const long long key_head = head / walk.slab.group_size;
+        const long long key_head = static_cast<unsigned int>(head) / static_cast<unsigned int>(walk.slab.group_size);
         const WORK_TYPE* const values = walk.qkv_conv_output + 2 * walk.slab.num_key_heads * KEY_HEAD_DIM +
                                         head * VALUE_HEAD_DIM + column + group * 64 + lane % 8 * 8;
+        if (group == 0 && lane == 0 && (piece.is_first || !HAS_CARRIES)) walk.prefetch_state(piece, head);
         PlannedChunk next = walk.plan.chunk(piece.begin);
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
             const WORK_TYPE* const source = values + next.token * walk.qkv_token_stride;

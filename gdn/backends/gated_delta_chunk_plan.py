@@ -31,6 +31,7 @@ KERNEL = Kernel(
     ),
 )
 _THREADS = 1024
+_MAX_CLEARING_BLOCKS = 128  # which share the rows
 
 
 def variant(out: Argument, layout: ChunkLayout) -> Variant:
@@ -44,7 +45,7 @@ def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_p
     short_slots = first_part + layout.short_slots_offset if layout.short_slots_bytes else 0
     return Launch(
         variant(out, layout),
-        1 + num_clearing_blocks(layout.total_seq_len),
+        1 + min(_MAX_CLEARING_BLOCKS, num_clearing_blocks(layout.total_seq_len)),
         _THREADS,
         (
             *(slots.pointer, *slots.strides),

@@ -140,7 +140,7 @@ __device__ __forceinline__ void load_chunks(const Walk& walk, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Turn turn;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        const long long key_head = head / walk.slab.group_size;
+        const long long key_head = static_cast<unsigned int>(head) / static_cast<unsigned int>(walk.slab.group_size);
         const WORK_TYPE* const values = walk.qkv_conv_output + 2 * walk.slab.num_key_heads * KEY_HEAD_DIM +
                                         head * VALUE_HEAD_DIM + column + group * 64 + lane % 8 * 8;
         PlannedChunk next = walk.plan.chunk(piece.begin);

@@ -89,8 +89,8 @@ class ChunkLayout:
     def rows_at_once(self) -> int:
         """Rows whose chunks are interleaved, so that a slab has work for a whole GPU.
 
-        Not more than a slab has room for a chunk of each: the next chunk of a row then lies in the same slab or the next
-        one, which is how far a carry reaches.
+        Not more than a slab has room for a chunk of each: the next chunk of a row then lies in the same slab or the
+        next one, which is how far a carry reaches.
         """
         heads = self.geometry
         enough = WALKS_AT_ONCE // (heads.num_value_heads * -(-heads.value_head_dim // WALK_COLUMNS))

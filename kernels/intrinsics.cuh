@@ -40,6 +40,9 @@ __device__ __forceinline__ float sigmoid(float value) {
 // Hold a value as it is now. Without, the compiler keeps what it was made from and makes it again at every use.
 __device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(value)); }
 
+template <typename Value>
+__device__ __forceinline__ void hold_pointer(Value*& pointer) { asm volatile("" : "+l"(pointer)); }
+
 // `value` becomes *address where `is_wanted` says so. A load in a branch would be waited for at the branch's end.
 __device__ __forceinline__ void load_if(bool is_wanted, const unsigned int* address, unsigned int& value) {
     asm volatile(

@@ -15,11 +15,12 @@ _CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 
 def module_options(variant: Variant) -> tuple[str, ...]:
     """The options that CuPy is given to compile a variant for the GPU that it runs on."""
-    return ("-std=c++17", *variant.defines)
+    architecture = (f"-arch={variant.kernel.only_on}",) if variant.kernel.only_on else ()
+    return ("-std=c++17", *architecture, *variant.defines)
 
 
 def all_options(variant: Variant) -> tuple[str, ...]:
-    """All that NVRTC gets then, through CuPy, but for the architecture."""
+    """All that NVRTC gets then, through CuPy, but for the architecture that CuPy picks."""
     return (*module_options(variant), *_CUPY_OPTIONS)
 
 
@@ -71,7 +72,8 @@ def compile_binary(variant: Variant, architecture: str) -> Binary:
 
     program = nvrtc.createProgram(source(f"{variant.kernel.stem}.cu"), f"{variant.kernel.stem}.cu", (), ())
     # The assembler's report changes no instruction.
-    options = (*all_options(variant), f"-arch={architecture}", "--ptxas-options=-v")
+    own_architecture = () if variant.kernel.only_on else (f"-arch={architecture}",)
+    options = (*all_options(variant), *own_architecture, "--ptxas-options=-v")
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError as error:

@@ -300,7 +300,9 @@ constexpr int LOWEST_POWER = -3;
 constexpr int HIGHEST_POWER = 4;
 constexpr int WANTED_POWER = 0;  // where new units put it
 __device__ __forceinline__ float largest_in_units(const ChunkValues& values, const Columns& columns, int half) {
-    return fmaxf(columns.largest[half], values.largest[half] * whole_power(-columns.power[half]));
+    // Neither is below 0, so that their order is that of their bits, of which those of NaN are the largest.
+    return __uint_as_float(max(__float_as_uint(columns.largest[half]),
+                               __float_as_uint(values.largest[half] * whole_power(-columns.power[half]))));
 }
 
 // Of NaN and 0 false, too.

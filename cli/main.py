@@ -22,6 +22,7 @@ from gdn.cli.names import suggestion
 #: imported when it is called for, so that `gdn --help` need not wait for NumPy.
 _COMMANDS = {
     "verify": "Check every backend of this machine against the oracle.",
+    "soak": "Run a speculative decode loop for very long.",
     "bench": "Time every op against what this machine's memory could do.",
     "compile": "Compile kernels ahead of time, for this machine or for others.",
     "info": "Show versions, GPUs, backends, caches and limits.",

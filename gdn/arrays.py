@@ -194,14 +194,22 @@ def _type_name(value: Any) -> str:
 def describe(name: str, value: Any) -> Argument:
     """Describe anything that has `.shape` and `.dtype`, without touching its memory or its place."""
     _refuse_mask(name, value)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is None or dtype is None:
-        raise DTypeError(rejection(name, "something with a shape and a dtype", _type_name(value)))
-    dtype_name = _dtype_name(dtype)
-    itemsize = DTYPES[dtype_name].itemsize if dtype_name in DTYPES else 1
-    shape = tuple(int(length) for length in shape)
-    strides = _strides_of(name, value, shape, itemsize)
+    try:
+        shape, dtype_name = _lengths(value.shape), _dtype_name(value.dtype)
+        itemsize = DTYPES[dtype_name].itemsize if dtype_name in DTYPES else 1
+        strides = _strides_of(name, value, shape, itemsize)
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, GdnError):
+            raise
+        raise DTypeError(rejection(name, "something with a shape and a dtype", _type_name(value))) from error
     return Argument(name, None, shape, strides, math.prod(shape), dtype_name, itemsize, 0, 0, 0, None)
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    lengths = tuple(int(length) for length in shape)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"a negative length in {lengths}")
+    return lengths
 
 
 def _dtype_name(dtype: Any) -> str:

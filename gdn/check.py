@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gdn.arrays import ALIGNMENT, CPU, Argument
 from gdn.errors import DeviceError, DTypeError, GdnError, LayoutError, ShapeError, rejection
+
+_Value = TypeVar("_Value")
 
 FLOAT_TYPES = ("float32", "float16", "bfloat16")
 INDEX_TYPES = ("uint32", "int32")
@@ -29,6 +32,14 @@ def known_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise GdnError(rejection(name, "True or False", repr(value)))
     return bool(value)
+
+
+def known_function(name: str, function: Any, known: Mapping[Any, _Value]) -> _Value:
+    """What stands for a function in a table of those that are taken; anything at all may have been given."""
+    if inspect.isroutine(function) and function in known:
+        return known[function]
+    expected = f"one of {', '.join(one.__name__ for one in known)}"
+    raise GdnError(rejection(name, expected, function.__name__ if inspect.isroutine(function) else repr(function)))
 
 
 def require_workspace(argument: Argument, num_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from gdn.errors import ShapeError, rejection
 
@@ -15,7 +16,7 @@ PAD_SLOT = 0xFFFFFFFF
 
 
 def _require_head_dim(argument: str, axis: str, dim: int) -> None:
-    if dim % HEAD_DIM_MULTIPLE or not HEAD_DIM_MULTIPLE <= dim <= MAX_HEAD_DIM:
+    if not isinstance(dim, Integral) or dim % HEAD_DIM_MULTIPLE or not HEAD_DIM_MULTIPLE <= dim <= MAX_HEAD_DIM:
         limit = f"a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
         raise ShapeError(rejection(argument, axis + limit, dim))
 

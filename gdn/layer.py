@@ -25,9 +25,9 @@ from gdn import arrays, calls
 from gdn.arrays import Argument
 from gdn.backends import chunked
 from gdn.calls import Rules
-from gdn.check import require_disjoint, require_float, require_ndim, require_shape
+from gdn.check import known_function, require_disjoint, require_float, require_ndim, require_shape
 from gdn.conv1d import MAX_CONV_WIDTH, MIN_CONV_WIDTH
-from gdn.errors import GdnError, IndexValueError, ShapeError, rejection
+from gdn.errors import IndexValueError, ShapeError, rejection
 from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.indices import offset_values, slot_values
 from gdn.layer_rules import commit_rules, conv1d_call, gate_call
@@ -332,10 +332,7 @@ def warmup(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) ->
 
     Raises GdnError for another function, and what the function would.
     """
-    if function not in _STEPS:
-        known = ", ".join(known.__name__ for known in _STEPS)
-        raise GdnError(rejection("function", f"one of {known}", getattr(function, "__name__", repr(function))))
-    for rules, given in _STEPS[function](*arguments, **keywords):
+    for rules, given in known_function("function", function, _STEPS)(*arguments, **keywords):
         calls.warmup(rules, *given)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from gdn import arrays, calls
@@ -20,6 +21,7 @@ from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import recurrence
 from gdn.calls import BoundCall, Rules
+from gdn.check import known_function
 from gdn.conv1d import conv1d_inputs
 from gdn.errors import GdnError, ShapeError, rejection
 from gdn.gates import gate_inputs
@@ -198,9 +200,9 @@ def gated_delta_ring_record_elements(key_head_dim: int, value_head_dim: int, gro
 
     Raises ShapeError for a head size or group that no kernel serves.
     """
-    if group_size < 1:
+    if not isinstance(group_size, Integral) or group_size < 1:
         raise ShapeError(rejection("group_size", "at least 1", group_size))
-    return HeadGeometry(1, group_size, key_head_dim, value_head_dim).record_elements
+    return int(HeadGeometry(1, group_size, key_head_dim, value_head_dim).record_elements)
 
 
 def gated_delta_recurrence_verify_ring(
@@ -505,10 +507,7 @@ def _rules_of(
     op: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Rules, tuple[Any, ...]]:
     """The rules of an op, and what they take for a call of it."""
-    call = _CALLS.get(op)
-    if call is None:
-        known = ", ".join(function.__name__ for function in _CALLS)
-        raise GdnError(rejection("op", f"one of {known}", getattr(op, "__name__", repr(op))))
+    call = known_function("op", op, _CALLS)
     bound = inspect.signature(op).bind(*arguments, **keywords)  # puts keywords in the order of the signature
     bound.apply_defaults()
     return call(*bound.arguments.values())

@@ -140,9 +140,10 @@ class PendingWindows:
             ShapeError: RING_LEN of the ring is another than ring_len.
             GdnError: what `gdn.ops.gated_delta_state_fold` refuses.
         """
-        if len(ring.shape) == 4 and ring.shape[2] != self._ring_len:
-            raise ShapeError(rejection("ring", f"RING_LEN = {self._ring_len} as its third axis", ring.shape[2]))
-        gated_delta_state_fold(recurrent_state, row_ids, ring, self.pending_ring_slot_idx, self.num_pending)
+        records = arrays.take("ring", ring)
+        if len(records.shape) == 4 and records.shape[2] != self._ring_len:
+            raise ShapeError(rejection("ring", f"RING_LEN = {self._ring_len} as its third axis", records.shape[2]))
+        gated_delta_state_fold(recurrent_state, row_ids, records.array, self.pending_ring_slot_idx, self.num_pending)
         with arrays.in_place(self._place):
             self.num_pending[...] = 0
             self._first_place[...] = 0

@@ -17,9 +17,13 @@ from gdn.backends import host, launch
 from gdn.geometry import HeadGeometry
 from gdn.testing.execute import on_backend
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# What tests/test_fuzz_*.py take: a minute, the same examples on every run where CI is set; or about an hour, with
+# `pytest tests/test_fuzz_*.py --hypothesis-profile hour`.
+hypothesis.settings.register_profile(
+    "minute", deadline=None, max_examples=100, derandomize=bool(os.environ.get("CI")), print_blob=True
+)
+hypothesis.settings.register_profile("hour", deadline=None, max_examples=8000, print_blob=True)
+hypothesis.settings.load_profile("minute")
 
 BACKENDS = ("numpy", "host", pytest.param("cuda", marks=pytest.mark.gpu))
 
@@ -30,9 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every kernel variant for every architecture, and run all thread maps on a GPU (an hour)",
     )
+    parser.addoption("--soak", action="store_true", help="also run the tests marked soak (an hour)")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("soak") is not None and not item.config.getoption("--soak"):
+        pytest.skip("runs with --soak")
     if item.get_closest_marker("gpu") is not None:
         _skip_where_missing("cuda")
 

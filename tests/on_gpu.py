@@ -3,8 +3,9 @@
     python tests/on_gpu.py --save results            # every part
     python tests/on_gpu.py --part verify --part pytest --save results
 
-Parts: `pytest` (the tests marked gpu), `verify` (the sweep on the cuda backend, as JSON), `bench`, and `memcheck`,
-`racecheck`, `initcheck` and `synccheck` (compute-sanitizer over the named cases). Exits 1 when a part fails.
+Parts: `pytest` (the tests marked gpu), `verify` (the sweep on the cuda backend, as JSON), `bench`, `soak` (a million
+steps of a decode loop), and `memcheck`, `racecheck`, `initcheck` and `synccheck` (compute-sanitizer over the named
+cases). Exits 1 when a part fails.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ def run_bench(folder: Path) -> tuple[bool, str]:
     return status == 0, last_line(output)
 
 
+def run_soak(folder: Path) -> tuple[bool, str]:
+    """A million steps of a decode loop."""
+    status, output = run([sys.executable, "-m", "gdn", "soak", "--backend", "cuda"], folder / "soak.log")
+    return status == 0, last_line(output)
+
+
 def run_sanitizer(tool: str, folder: Path) -> tuple[bool, str]:
     """compute-sanitizer over the named cases; an error makes the exit status 86."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "86"]
@@ -81,6 +88,7 @@ def parts() -> dict[str, Callable[[Path], tuple[bool, str]]]:
         "pytest": run_pytest,
         "verify": run_verify,
         "bench": run_bench,
+        "soak": run_soak,
     }
     for tool in SANITIZERS:
         table[tool] = lambda folder, tool=tool: run_sanitizer(tool, folder)  # type: ignore[misc]  # bound per tool

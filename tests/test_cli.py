@@ -80,7 +80,7 @@ def test_help_needs_neither_numpy_nor_rich() -> None:
     assert "info" in done.stdout
 
 
-@pytest.mark.parametrize("command", [(), ("verify",), ("bench",), ("compile",), ("info",)])
+@pytest.mark.parametrize("command", [(), ("verify",), ("soak",), ("bench",), ("compile",), ("info",)])
 def test_help_of_each_command(command: tuple[str, ...]) -> None:
     result = gdn_command(*command, "--help")
     assert result.exit_code == 0
@@ -95,7 +95,7 @@ def test_version() -> None:
     ("arguments", "message"),
     [
         (("verfy",), "did you mean verify?"),
-        (("bogus",), "expected one of verify, bench, compile, info"),
+        (("bogus",), "expected one of verify, soak, bench, compile, info"),
         (("verify", "--case", "decode_bach"), "did you mean decode_batch"),
         (("verify", "--case", "random-1--2"), "unknown case 'random-1--2'"),
         (("verify", "--model", "qwen3.6-27"), "did you mean qwen3.6-27b"),

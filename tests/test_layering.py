@@ -107,8 +107,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.backends.numpy_layer", "gdn.backends.gated_delta_*"),
     ),
     "gdn.ops": (
-        *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence", "gdn.calls"),
-        *("gdn.rules", "gdn.layer_rules", "gdn.backends.recurrence"),
+        *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.recurrence"),
+        *("gdn.calls", "gdn.rules", "gdn.layer_rules", "gdn.backends.recurrence"),
         *("gdn.backends.gated_delta_conv1d_fwd", "gdn.backends.gated_delta_gates"),
     ),
     "gdn.variants": (
@@ -172,6 +172,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.testing.gates_checks": (
         *("gdn.ops", "gdn.oracle"),
         *("gdn.testing.buffers", "gdn.testing.compare", "gdn.testing.gates_cases", "gdn.testing.watched"),
+    ),
+    "gdn.testing.soak": (
+        *("gdn.ops", "gdn.geometry", "gdn.speculative", "gdn.testing.[bc]*"),
+        *("gdn.testing.execute", "gdn.testing.ring_device"),
     ),
     "gdn.testing.steps_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.buffers"),
     "gdn.testing.steps_layer": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +41,18 @@ class Device:
         """A copy of an array on this side."""
         result: Array = array.get() if self.backend == "cuda" else array.copy()
         return result
+
+    def bytes_in_use(self) -> dict[str, int]:
+        """Memory that this process holds, where the system tells, and for a GPU what CuPy's pool has given out."""
+        used = {}
+        statm = Path("/proc/self/statm")
+        if statm.exists():
+            used["resident"] = int(statm.read_text().split()[1]) * mmap.PAGESIZE
+        if self.backend == "cuda":
+            import cupy
+
+            used["cupy pool"] = cupy.get_default_memory_pool().used_bytes()
+        return used
 
     def forward(
         self, window: RecurrenceArrays, pool: Any, ring: Any = None, pending: PendingTables | None = None

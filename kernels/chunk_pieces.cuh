@@ -18,9 +18,8 @@ struct SlabPieces {
     unsigned int end;
 
     __device__ __forceinline__ SlabPieces(const ChunkPlan& plan, long long first_chunk, long long slab_chunks) {
-        const long long last = first_chunk + slab_chunks;
         begin = static_cast<unsigned int>(first_chunk);
-        end = last < plan.num_chunks() ? static_cast<unsigned int>(last) : plan.num_chunks();
+        end = min(begin + static_cast<unsigned int>(slab_chunks), plan.num_chunks());
         first_row = begin < end ? plan.row(begin) : 0;
         num_pieces = begin < end ? plan.row(end - 1) - first_row + 1 : 0;
     }

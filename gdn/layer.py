@@ -163,8 +163,8 @@ def _workspace_bytes(layer: GatedDeltaLayer, qkv: Argument, algorithm: str, batc
         return 0
     _require_size("batch_size", batch_size, 0)
     states = arrays.take("recurrent_state", layer.recurrent_state)
-    sizes = HeadGeometry.from_shapes(qkv.shape[1], states.shape), qkv.dtype, int(batch_size or 0), qkv.shape[0]
-    return chunked.workspace_bytes(chunked.layout_of(*sizes, algorithm))
+    heads, types = HeadGeometry.from_shapes(qkv.shape[1], states.shape), (qkv.dtype, states.dtype)
+    return chunked.workspace_bytes(chunked.layout_of(heads, *types, int(batch_size or 0), qkv.shape[0], algorithm))
 
 
 # ---- What a layer does. Each function says which calls of ops it is; what stands above it runs them ----
@@ -206,7 +206,7 @@ def prefill(
         layer: weights and pools.
         qkv: [T, conv_dim], before the convolution.
         a, b: [T, num_value_heads], before the gates.
-        slot_idx: [B], and input_row_offsets: [B + 1], as in the ops.
+        slot_idx, input_row_offsets: [B] and [B + 1], as in the ops.
         pending_ring_slot_idx, num_pending: [B], where records of earlier windows wait in the layer's ring:
             `gdn.speculative.PendingWindows` has them.
         algorithm: "recurrent", "chunked" or "auto", as `gdn.ops.gated_delta_recurrence_fwd` takes it.
@@ -295,9 +295,8 @@ def commit(
         ring_slot_idx: that of a verify without pending records, whose states are folded here. Without it states stay
             behind, the records are pending, and the next call is told so: what `gdn.speculative.PendingWindows` is for.
 
-    Raises:
-        As the two ops do. NumPy arrays only: IndexValueError for a count that is none of the above, where windows and
-        states would part.
+    Raises what the two ops do. NumPy arrays only: IndexValueError for a count that is none of the above, where windows
+    and states would part.
     """
     steps: _Steps = [(commit_rules, (qkv, layer.conv_state, slot_idx, input_row_offsets, num_accepted))]
     if ring_slot_idx is not None:

@@ -1,11 +1,11 @@
 """The public functions. Contract of arrays, index values and exactness: see the docstrings and README.
 
 Arrays of one call live in one place. On a GPU (CuPy, or anything that shares its memory by DLPack or
-`__cuda_array_interface__`) a call enqueues its kernels on the current stream that CuPy has for the arrays' device, and
-returns without waiting: keep arrays of other frameworks alive, and their stream CuPy's current one, until they have run
-(docs/frameworks.md). In a stream capture a call is refused that would have to compile or allocate: give ``out`` (and
-``workspace``), and call `gdn.warmup` before. Calls on a CPU are computed at once, by the backend that `gdn.use_backend`
-names.
+``__cuda_array_interface__``) a call enqueues its kernels on the current stream that CuPy has for the arrays' device,
+and returns without waiting: keep arrays of other frameworks alive, and their stream CuPy's current one, until they have
+run (docs/frameworks.md). In a stream capture a call is refused that would have to compile or allocate: give ``out``
+(and ``workspace``), and call `gdn.warmup` before. Calls on a CPU are computed at once, by the backend that
+`gdn.use_backend` names.
 """
 
 from __future__ import annotations
@@ -253,8 +253,7 @@ def gated_delta_recurrence_verify_ring(
     Returns:
         ``out``, a NumPy or CuPy array.
 
-    Raises:
-        As `gated_delta_recurrence_fwd`.
+    Raises what `gated_delta_recurrence_fwd` does.
     """
     return calls.run(
         verify_rules,
@@ -339,8 +338,7 @@ def gated_delta_conv1d_fwd(
     Returns:
         ``out``, a NumPy or CuPy array.
 
-    Raises:
-        As `gated_delta_recurrence_fwd`.
+    Raises what `gated_delta_recurrence_fwd` does.
     """
     arguments = qkv, conv_weight, conv_state, slot_idx, input_row_offsets, bias, activation, write_state, out
     rules, given = conv1d_call(*arguments)
@@ -380,8 +378,7 @@ def gated_delta_conv1d_commit(
         num_accepted: [batch_size], uint32 or int32: accepted tokens of each sequence. 0 leaves a slot's bytes alone;
             more than the sequence has tokens means all of them.
 
-    Raises:
-        As `gated_delta_recurrence_fwd`.
+    Raises what `gated_delta_recurrence_fwd` does.
     """
     calls.run(commit_rules, qkv, conv_state, slot_idx, input_row_offsets, num_accepted)
 

@@ -171,8 +171,8 @@ def fwd_workspace_bytes(*six: Any, algorithm: str) -> int:
 
 
 def _layout(inputs: RecurrenceInputs, algorithm: str) -> ChunkLayout | None:
-    shape = inputs.qkv_conv_output.dtype, inputs.batch_size, inputs.total_seq_len
-    return chunked.layout_of(inputs.geometry, *shape, algorithm)
+    types = inputs.qkv_conv_output.dtype, inputs.recurrent_state.dtype
+    return chunked.layout_of(inputs.geometry, *types, inputs.batch_size, inputs.total_seq_len, algorithm)
 
 
 def _workspace_argument(workspace: Any, num_bytes: int, call: _Forward) -> Argument:

@@ -140,7 +140,7 @@ def _chunked_calls(layer: Layer) -> Iterator[tuple[RecurrenceInputs, Argument, C
     """A call by chunks, which all have the same variants; none where heads are not served."""
     if _is_chunked(layer):
         inputs, out = _recurrence(layer, 1, 1)
-        yield inputs, out, ChunkLayout(layer.heads, layer.work_dtype, 1, 1, min_row_len=1)
+        yield inputs, out, ChunkLayout(layer.heads, layer.work_dtype, layer.state_dtype, 1, 1, min_row_len=1)
 
 
 def _verify_uses(layer: Layer) -> _Uses:

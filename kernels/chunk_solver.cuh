@@ -19,10 +19,14 @@ __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 __device__ __forceinline__ int block_number(int row, int column) { return row * (row + 1) / 2 + column; }
 
-// In shared memory: A, and in the end the inverses of its diagonal blocks in their place.
+// In shared memory: A in two terms, its diagonal blocks in float32 until they are inverted: both take the same place.
 struct Triangle {
     alignas(16) unsigned char terms[2 * TRIANGLE_TERM_BYTES];
-    alignas(16) float diagonal[BLOCKS][16][16];  // A_jj in float32
+
+    // A row of A_jj: rows 0 to 7 lie in the place of the first term, the others in that of the second.
+    __device__ __forceinline__ float* diagonal_row(int j, int row) {
+        return reinterpret_cast<float*>(block(j, j) + row / 8 * TRIANGLE_TERM_BYTES + row % 8 * 64);
+    }
 
     __device__ __forceinline__ unsigned char* block(int row, int column) {
         return terms + block_number(row, column) * BLOCK_BYTES;
@@ -35,7 +39,7 @@ struct Triangle {
     __device__ __forceinline__ void store_pair(
         int block_row, int block_column, int row, int piece, int pair, float first, float second) {
         if (block_row == block_column) {
-            *reinterpret_cast<float2*>(&diagonal[block_row][row][piece * 8 + pair * 2]) = make_float2(first, second);
+            *reinterpret_cast<float2*>(diagonal_row(block_row, row) + piece * 8 + pair * 2) = make_float2(first, second);
             return;
         }
         const unsigned int rounded = float16_pair(first, second);
@@ -70,9 +74,10 @@ __device__ __forceinline__ void invert_block(Triangle& triangle, int j) {
     for (int i = 0; i < 16; ++i) {
         float sum = i == column ? 1.0f : 0.0f;
         #pragma unroll
-        for (int k = 0; k < i; ++k) sum = fmaf(-triangle.diagonal[j][i][k], inverse[k], sum);
+        for (int k = 0; k < i; ++k) sum = fmaf(-triangle.diagonal_row(j, i)[k], inverse[k], sum);
         inverse[i] = sum;
     }
+    __syncwarp();  // the inverse takes the block's place
     #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const unsigned int rounded = float16_pair(inverse[i], 0.0f);

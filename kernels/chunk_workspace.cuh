@@ -1,21 +1,8 @@
-// What the kernels of the chunked form hand to each other in memory: which chunks there are, and what is made of a chunk
-// before the walk along its row. gdn/backends/chunk_layout.py knows the same sizes.
+// What the kernels of the chunked form hand to each other in memory: the plan, and what is made of a chunk before
+// the walk along its row. gdn/backends/chunk_layout.py knows the same sizes.
 #pragma once
+#include "chunk_plan.cuh"
 #include "tensor_core.cuh"
-
-// Chunks and rows of a batch, as gated_delta_chunk_plan left them. Arrays of `max_chunks` entries.
-struct ChunkPlan {
-    const unsigned int* entries;
-    long long max_chunks;
-
-    __device__ __forceinline__ unsigned int num_chunks() const { return entries[0]; }
-    __device__ __forceinline__ const unsigned int* array(int i) const { return entries + 4 + i * max_chunks; }
-    __device__ __forceinline__ long long token(unsigned int chunk) const { return array(0)[chunk]; }
-    __device__ __forceinline__ int length(unsigned int chunk) const { return static_cast<int>(array(1)[chunk]); }
-    __device__ __forceinline__ unsigned int row(unsigned int chunk) const { return array(2)[chunk]; }
-    __device__ __forceinline__ long long slot(unsigned int row) const { return array(3)[row]; }
-    __device__ __forceinline__ unsigned int first_chunk(unsigned int row) const { return array(4)[row]; }
-};
 
 constexpr int OPERANDS = OPERAND_TERMS;
 constexpr int PADDED_KEY_DIM = (KEY_HEAD_DIM + 63) / 64 * 64;

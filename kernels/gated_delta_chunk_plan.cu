@@ -1,42 +1,43 @@
-// gated_delta_chunk_plan: which chunks the rows of a ragged batch make, for the chunked kernels, and rows nobody owns.
+// gated_delta_chunk_plan: which chunks the rows of a ragged batch make, for the chunked kernels, in which order these take
+// them, and rows nobody owns.
 //
 // A live sequence (its slot in the pool, begin < end) of at least min_row_len tokens is a row of the list, in batch order,
 // and splits into chunks of CHUNK_LEN tokens from its own first one on, the last one being what is left. A row whose
 // chunks no more fit max_chunks, and all after it, are left out; only offsets that go back get there.
-//   chunk_plan        num_chunks, num_rows, 0, 0, then these arrays, dense:
-//                     chunk_token [max_chunks]          its first token
-//                     chunk_len [max_chunks]            its tokens, 1 to CHUNK_LEN
-//                     chunk_row [max_chunks]            place of its row in the list
-//                     row_slot [max_chunks]             slot of the row's state
-//                     row_first_chunk [max_chunks + 1]  first chunk of each row; entry num_rows is num_chunks
+//
+// Chunks are numbered row after row. Their places, the order in which slabs take them, go through rows_at_once rows of the
+// list at a time: the first chunk of each, the second of each that has one, and so on; then come the next rows. So there
+// are several rows to walk along in a slab.
+//   chunk_plan        as chunk_plan.cuh has it
 //   short_slot_idx    unless null, the slots of a call that runs the other rows: that of a live sequence of fewer than
 //                     min_row_len tokens, PAD_SLOT for all others
 // Rows of `out` that no live sequence owns, in the list or not, become zero.
 //
 // MACROS     CHUNK_LEN; OUT_TYPE: float, float16, bfloat16
 // BLOCK      1024 threads. In the first block a sequence each, in passes, and then a chunk each
-// GRID       1 block, followed by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) that clear rows
+// GRID       1 block, followed by any number (one at least, unless there are no rows) that share clearing rows
 // SHAPES     slot_idx [batch_size], input_row_offsets [batch_size + 1], out [total_seq_len, value_dim], chunk_plan
-//            [5 + 5 * max_chunks], short_slot_idx [batch_size], dense. Strides in elements.
+//            [4 + 9 * max_chunks], short_slot_idx [batch_size], dense. Strides in elements.
 // MUTATES    chunk_plan, as far as there are chunks and rows; short_slot_idx; out
-// CALLER     guarantees that arrays do not overlap, and that max_chunks is less than 2^30. Index values may be anything.
+// CALLER     guarantees that arrays do not overlap, that max_chunks is less than 2^30, and that rows_at_once is at least 1.
+//            Index values may be anything.
+#include "chunk_plan.cuh"
 #include "ragged_rows.cuh"
 
 constexpr int NUM_THREADS = 1024;
 constexpr int NUM_WARPS = NUM_THREADS / 32;
-constexpr int HEADER_ENTRIES = 4;
 
-struct ChunkPlan {
+// The plan while it is made.
+struct NewPlan {
     unsigned int* header;
-    unsigned int* chunk_token;
-    unsigned int* chunk_len;
-    unsigned int* chunk_row;
-    unsigned int* row_slot;
-    unsigned int* row_first_chunk;
+    PlannedChunk* chunks;
+    PlannedRow* rows;
+    unsigned int* place_chunk;
 
-    __device__ __forceinline__ ChunkPlan(unsigned int* plan, long long max_chunks)
-        : header(plan), chunk_token(plan + HEADER_ENTRIES), chunk_len(chunk_token + max_chunks),
-          chunk_row(chunk_len + max_chunks), row_slot(chunk_row + max_chunks), row_first_chunk(row_slot + max_chunks) {}
+    __device__ __forceinline__ NewPlan(unsigned int* plan, long long max_chunks)
+        : header(plan), chunks(reinterpret_cast<PlannedChunk*>(plan + PLAN_HEADER_ENTRIES)),
+          rows(reinterpret_cast<PlannedRow*>(chunks + max_chunks)),
+          place_chunk(reinterpret_cast<unsigned int*>(rows + max_chunks)) {}
 };
 
 // A sum that stays at `limit`, which is below 2^31: offsets that go back make sums that no 32 bits hold.
@@ -88,8 +89,14 @@ __device__ __forceinline__ int row_of_chunk(const PassRows& rows, unsigned int c
     return first;
 }
 
-__device__ __forceinline__ void make_plan(
-    const Batch& batch, const ChunkPlan& plan, long long max_chunks, long long min_row_len, unsigned int* short_slot_idx) {
+// The list, and the number of its chunks and rows, the same in all threads; whole once these have met.
+struct ListSize {
+    unsigned int num_chunks;
+    unsigned int num_rows;
+};
+
+__device__ __forceinline__ ListSize make_list(
+    const Batch& batch, const NewPlan& plan, long long max_chunks, long long min_row_len, unsigned int* short_slot_idx) {
     __shared__ PassRows rows;
     __shared__ unsigned int warp_sums[NUM_WARPS];
     unsigned int num_chunks = 0, num_rows = 0;
@@ -118,8 +125,8 @@ __device__ __forceinline__ void make_plan(
         rows.begin[threadIdx.x] = static_cast<unsigned int>(tokens.begin);
         rows.end[threadIdx.x] = static_cast<unsigned int>(tokens.end);
         if (is_listed) {
-            plan.row_slot[num_rows + row - 1] = static_cast<unsigned int>(slot);
-            plan.row_first_chunk[num_rows + row - 1] = num_chunks + chunks - of_row;
+            const unsigned int end = num_chunks + chunks;
+            plan.rows[num_rows + row - 1] = {static_cast<unsigned int>(slot), end - of_row, end, end - of_row};
         }
         __syncthreads();
         const unsigned int rows_of_pass = rows.rows_up_to_here[NUM_THREADS - 1];
@@ -130,20 +137,45 @@ __device__ __forceinline__ void make_plan(
             is_full = true;
         }
         for (unsigned int chunk = threadIdx.x; chunk < chunks_of_pass; chunk += NUM_THREADS) {
-            const int place = row_of_chunk(rows, chunk);
-            const unsigned int before = place > 0 ? rows.chunks_up_to_here[place - 1] : 0;
-            const unsigned int token = rows.begin[place] + (chunk - before) * CHUNK_LEN, left = rows.end[place] - token;
-            plan.chunk_token[num_chunks + chunk] = token;
-            plan.chunk_len[num_chunks + chunk] = left < CHUNK_LEN ? left : CHUNK_LEN;
-            plan.chunk_row[num_chunks + chunk] = num_rows + rows.rows_up_to_here[place] - 1;
+            const int thread = row_of_chunk(rows, chunk);
+            const unsigned int before = thread > 0 ? rows.chunks_up_to_here[thread - 1] : 0;
+            const unsigned int token = rows.begin[thread] + (chunk - before) * CHUNK_LEN, left = rows.end[thread] - token;
+            const unsigned int row = num_rows + rows.rows_up_to_here[thread] - 1;
+            plan.chunks[num_chunks + chunk] = {token, left < CHUNK_LEN ? left : CHUNK_LEN, row, 0};
         }
         num_chunks += chunks_of_pass;
         num_rows += rows_of_pass;
         __syncthreads();
     }
-    if (threadIdx.x == 0) plan.row_first_chunk[num_rows] = num_chunks;
-    if (threadIdx.x < HEADER_ENTRIES)
+    if (threadIdx.x < PLAN_HEADER_ENTRIES)
         plan.header[threadIdx.x] = threadIdx.x == 0 ? num_chunks : threadIdx.x == 1 ? num_rows : 0;
+    return {num_chunks, num_rows};
+}
+
+// The place of a chunk. Before it are, of the rows that are taken at the same time: of those before its own one chunk more
+// than before it in its own, of the others as many, or all that a row has. The rows before these are there as a whole.
+__device__ __forceinline__ unsigned int place_of(
+    const NewPlan& plan, unsigned int chunk, unsigned int num_rows, unsigned int rows_at_once) {
+    const unsigned int own_row = plan.chunks[chunk].row;
+    const unsigned int before = chunk - plan.rows[own_row].first_chunk;
+    const unsigned int first_row = own_row / rows_at_once * rows_at_once;
+    const unsigned int end_row = min(num_rows, first_row + rows_at_once);
+    unsigned int place = plan.rows[first_row].first_chunk;
+    for (unsigned int row = first_row; row < end_row; ++row)
+        place += min(plan.rows[row].end_chunk - plan.rows[row].first_chunk, row < own_row ? before + 1 : before);
+    return place;
+}
+
+__device__ __forceinline__ void make_plan(
+    const Batch& batch, const NewPlan& plan, long long max_chunks, long long min_row_len, long long rows_at_once,
+    unsigned int* short_slot_idx) {
+    const ListSize size = make_list(batch, plan, max_chunks, min_row_len, short_slot_idx);
+    __syncthreads();
+    for (unsigned int chunk = threadIdx.x; chunk < size.num_chunks; chunk += NUM_THREADS) {
+        const unsigned int place = place_of(plan, chunk, size.num_rows, static_cast<unsigned int>(rows_at_once));
+        plan.chunks[chunk].place = place;
+        plan.place_chunk[place] = chunk;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(1024) gated_delta_chunk_plan(
@@ -152,11 +184,16 @@ extern "C" __global__ void __launch_bounds__(1024) gated_delta_chunk_plan(
     long long offsets_are_signed,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
     long long batch_size, long long total_seq_len, long long max_slots, long long value_dim,
-    unsigned int* __restrict__ chunk_plan, long long max_chunks, long long min_row_len,
+    unsigned int* __restrict__ chunk_plan, long long max_chunks, long long min_row_len, long long rows_at_once,
     unsigned int* __restrict__ short_slot_idx) {
     const Batch batch = {slot_idx, slot_idx_stride, input_row_offsets, input_row_offsets_stride,
                          offsets_are_signed != 0, batch_size, total_seq_len, max_slots};
-    if (blockIdx.x == 0) return make_plan(batch, ChunkPlan(chunk_plan, max_chunks), max_chunks, min_row_len, short_slot_idx);
+    const NewPlan plan(chunk_plan, max_chunks);
+    if (blockIdx.x == 0) return make_plan(batch, plan, max_chunks, min_row_len, rows_at_once, short_slot_idx);
     const auto is_live = [&](long long, const TableEntries& entries) { return live_slot(batch, entries) >= 0; };
-    clear_unowned_rows(batch, blockIdx.x - 1, is_live, out, out_token_stride, out_channel_stride, value_dim);
+    for (long long first = blockIdx.x - 1; first * ROWS_PER_CLEARING_BLOCK < total_seq_len; first += gridDim.x - 1) {
+        clear_unowned_rows(batch, static_cast<unsigned int>(first), is_live, out, out_token_stride, out_channel_stride,
+                           value_dim);
+        __syncthreads();
+    }
 }

@@ -23,8 +23,8 @@
 // GRID       slab_chunks * num_key_heads * ceil(group_size / 2): a block for each two value heads of a key head, which are
 //            neighbours; the first of them writes keys and queries
 // SHAPES     qkv_conv_output [total_seq_len, conv_dim]; decay_per_token, beta_per_token [total_seq_len, num_value_heads];
-//            chunk_plan, slab: chunk_workspace.cuh. The slab's chunks begin with number first_chunk of the plan.
-// MUTATES    slab
+//            chunk_plan, slab: chunk_workspace.cuh. The slab has the chunks of the plan's places from first_place on.
+// MUTATES    slab; the beginning of rows that go on in this slab, in the plan
 #include "chunk_workspace.cuh"
 #include "chunk_solver.cuh"
 #include "gated_delta_step.cuh"
@@ -396,13 +396,21 @@ __device__ __forceinline__ void copy_tiles(
         reinterpret_cast<uint4*>(global)[i] = reinterpret_cast<const uint4*>(shared)[i];
 }
 
+// Where a row goes on in this slab, the plan learns its first chunk here, for the walk.
+__device__ __forceinline__ void note_begin(
+    const ChunkPlan& plan, unsigned int* chunk_plan, unsigned int chunk, long long first_place) {
+    const PlannedRow& row = plan.row(plan.chunk(chunk).row);
+    const bool begins_here = chunk > row.first_chunk && plan.chunk(chunk - 1).place < first_place;
+    if (begins_here) chunk_plan[&row.begin - plan.entries] = chunk;
+}
+
 constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 75 * 1024 ? 3 : 2;  // of a multiprocessor
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_chunk_prepare(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,
-    const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab, long long first_chunk,
+    unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab, long long first_place,
     long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
     Shared& shared = *reinterpret_cast<Shared*>(launch_shared_memory<SHARED_BYTES>());
     const ChunkPlan plan = {chunk_plan, max_chunks};
@@ -410,21 +418,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     const unsigned int pairs = (static_cast<unsigned int>(group_size) + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
     const unsigned int first_head = blockIdx.x % pairs * HEADS_AT_ONCE;  // of the group
     const unsigned int key_head = blockIdx.x / pairs % static_cast<unsigned int>(num_key_heads);
-    const unsigned int place = blockIdx.x / pairs / static_cast<unsigned int>(num_key_heads);
-    const unsigned int chunk = static_cast<unsigned int>(first_chunk) + place;
-    if (place >= slab_chunks || chunk >= plan.num_chunks()) return;
-    const long long token = plan.token(chunk);
-    const int length = plan.length(chunk);
+    const unsigned int in_slab = blockIdx.x / pairs / static_cast<unsigned int>(num_key_heads);
+    const unsigned int place = static_cast<unsigned int>(first_place) + in_slab;
+    if (in_slab >= slab_chunks || place >= plan.num_chunks()) return;
+    const unsigned int chunk = plan.chunk_at(place);
+    const long long token = plan.chunk(chunk).token;
+    const int length = static_cast<int>(plan.chunk(chunk).length);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int strip = warp % 4;
     const bool multiplies_queries = warp >= 4;
     const bool multiplies = strip < STRIPS;
 
     unsigned char* const queries = shared.tiles + OPERANDS * KEY_TERM_BYTES;
-    unsigned char* const key_out = first_head == 0 ? out.key_head(place, key_head) : nullptr;
+    unsigned char* const key_out = first_head == 0 ? out.key_head(in_slab, key_head) : nullptr;
     const int num_heads = min(static_cast<int>(group_size - first_head), HEADS_AT_ONCE);
     const long long first_value_head = key_head * group_size + first_head;
-    const auto head_out = [&](int head) { return out.value_head(place, first_value_head + head); };
+    const auto head_out = [&](int head) { return out.value_head(in_slab, first_value_head + head); };
 
     // Every load is under way before the first value is used.
     const WORK_TYPE* const query = qkv_conv_output + token * qkv_token_stride + key_head * KEY_HEAD_DIM * qkv_channel_stride;
@@ -471,4 +480,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     }
     __syncthreads();
     for (int i = 0; i < num_heads; ++i) copy_tiles(shared.solver(i), head_out(i), 0, NUM_THREADS);
+    if (key_head == 0 && first_head == 0 && threadIdx.x == 0) note_begin(plan, chunk_plan, chunk, first_place);
 }

@@ -3,8 +3,8 @@
 // Per row and value head, chunk after chunk, with S the state before the chunk, K, Q, T, P, r, s and G as there (T with beta):
 //   1. R = V - exp(G) r (K S)         2. V' = T R, the delta factors of the chunk's tokens
 //   3. out = s (exp(G) (Q S) + P V')  4. S <- exp(G_last) S + K^T (exp(G_last - G) r V')
-// The first state comes from the pool, or where the row began in an earlier slab from `carry_in`; the last goes to the
-// pool, rounded, or where the row goes on to `carry_out`.
+// The first state comes from the pool, and the last goes there. Where a row goes on in another slab, a pool of float32 holds
+// its state in between; other pools hold rounded states, so there it goes to `carry_out` and comes from `carry_in`.
 //
 // A warp has 16 columns of the state for the whole piece of a row, transposed, as sums of products (tensor_core.cuh). So
 // S, R and V' are left operands without leaving the registers, and keys, queries, T and P are right operands.
@@ -19,10 +19,10 @@
 // BLOCK      128 threads for tiles of 64 columns where VALUE_HEAD_DIM is a multiple of 64, else 64 for 32
 // GRID       any number of blocks: they share the pieces, value heads and tiles
 // SHAPES     qkv_conv_output [total_seq_len, conv_dim]; recurrent_state [max_slots, num_value_heads, KEY_HEAD_DIM,
-//            VALUE_HEAD_DIM]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]; carry_in, carry_out [num_value_heads,
-//            KEY_HEAD_DIM, VALUE_HEAD_DIM]; chunk_plan, slab: chunk_workspace.cuh
-// MUTATES    slots of rows that end here; rows of out; carry_out
-// CALLER     carry_in and carry_out are two arrays
+//            VALUE_HEAD_DIM]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]; carry_in, carry_out [rows_at_once,
+//            num_value_heads, KEY_HEAD_DIM, VALUE_HEAD_DIM] unless STATE_TYPE is float; chunk_plan, slab: chunk_workspace.cuh
+// MUTATES    slots of rows that end here, with float those of all rows of the slab; rows of out; carry_out
+// CALLER     carry_in and carry_out are two arrays. No row has chunks in two slabs and none in one between them.
 #include "chunk_pieces.cuh"
 
 constexpr int TILE_COLUMNS = VALUE_HEAD_DIM % 64 == 0 ? 64 : 32;
@@ -482,6 +482,18 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
 
 // ---- A piece of a row, for 64 or 32 columns of a value head ----
 
+// Which of the 16 columns of a value head a warp has, as one of the items that blocks share.
+struct WalkColumns {
+    unsigned int value_head;
+    unsigned int column;  // the lane's first
+
+    // The lane's first key and column of a state.
+    __device__ __forceinline__ long long state_offset() const {
+        const unsigned int key = threadIdx.x % 4 * 2;
+        return (static_cast<long long>(value_head) * KEY_HEAD_DIM + key) * VALUE_HEAD_DIM + column;
+    }
+};
+
 struct Walk {
     const WORK_TYPE* qkv_conv_output;
     long long qkv_token_stride;
@@ -495,90 +507,94 @@ struct Walk {
     float* carry_out;
     ChunkPlan plan;
     ChunkSlab slab;
-    int first_chunk;  // of the slab
+    int first_place;  // of the slab
     int slab_chunks;
+    int rows_at_once;
 
     __device__ __forceinline__ unsigned int value_heads() const {
         return static_cast<unsigned int>(slab.num_key_heads * slab.group_size);
     }
-    __device__ __forceinline__ SlabPieces pieces() const { return {plan, first_chunk, slab_chunks}; }
-    // Of all blocks. Each item has a state of its own in memory, so 32 bits count them.
+    __device__ __forceinline__ SlabPieces pieces() const { return {plan, first_place, slab_chunks, rows_at_once}; }
+    // Of all blocks. Each has a part of a state in memory to itself, so 31 bits count them.
     __device__ __forceinline__ unsigned int num_items() const { return pieces().num_pieces * value_heads() * NUM_TILES; }
+    __device__ __forceinline__ RowPiece piece(unsigned int item) const {
+        return pieces().piece(plan, item / NUM_TILES / value_heads());
+    }
+    __device__ __forceinline__ WalkColumns columns(unsigned int item) const {
+        const unsigned int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        return {item / NUM_TILES % value_heads(), item % NUM_TILES * TILE_COLUMNS + warp * 16 + lane / 4};
+    }
+
+    __device__ __forceinline__ STATE_TYPE* pooled(unsigned int slot, const WalkColumns& columns) const {
+        return recurrent_state + static_cast<long long>(slot) * state_slot_stride + columns.state_offset();
+    }
+    // From the start of a carry.
+    __device__ __forceinline__ long long carried(unsigned int row, const WalkColumns& columns) const {
+        const long long place = row % static_cast<unsigned int>(rows_at_once);
+        return place * value_heads() * KEY_HEAD_DIM * VALUE_HEAD_DIM + columns.state_offset();
+    }
+    __device__ __forceinline__ ChunkTokens tokens(unsigned int chunk, const WalkColumns& columns) const {
+        const long long token = plan.chunk(chunk).token;
+        const long long channel = static_cast<long long>(columns.value_head) * VALUE_HEAD_DIM + columns.column;
+        const long long value_channel = 2 * slab.num_key_heads * KEY_HEAD_DIM + channel;
+        return {qkv_conv_output + token * qkv_token_stride + value_channel * qkv_channel_stride,
+                qkv_token_stride,
+                qkv_channel_stride,
+                out + token * out_token_stride + channel * out_channel_stride,
+                out_token_stride,
+                out_channel_stride,
+                static_cast<int>(plan.chunk(chunk).length)};
+    }
 
     // For what is read of the plan in one place, so that it takes no registers in others: chunks need them all.
-    __device__ __forceinline__ Walk in_turn(int turn) const {
+    __device__ __forceinline__ Walk in_turn(unsigned int turn) const {
         Walk held = *this;
         hold_pointer(held.plan.entries);
-        hold_in_turn(held.first_chunk, turn);
-        hold_in_turn(held.slab_chunks, turn);
+        hold_in_turn(held.first_place, static_cast<int>(turn));
+        hold_in_turn(held.slab_chunks, static_cast<int>(turn));
         return held;
     }
 };
 
-// Which piece and columns a block has as one of its items.
-struct WalkItem {
-    RowPiece piece;
-    unsigned int value_head;
-    unsigned int column;  // of the value head, the lane's first
-
-    __device__ __forceinline__ WalkItem(const Walk& walk, unsigned int number) {
-        const unsigned int value_heads = walk.value_heads();
-        const unsigned int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        piece = walk.pieces().piece(walk.plan, number / NUM_TILES / value_heads);
-        value_head = number / NUM_TILES % value_heads;
-        column = number % NUM_TILES * TILE_COLUMNS + warp * 16 + lane / 4;
-    }
-
-    // The lane's first key and column of a state.
-    __device__ __forceinline__ long long state_offset() const {
-        const unsigned int key = threadIdx.x % 4 * 2;
-        return (static_cast<long long>(value_head) * KEY_HEAD_DIM + key) * VALUE_HEAD_DIM + column;
-    }
-    __device__ __forceinline__ STATE_TYPE* pool(const Walk& walk) const {
-        return walk.recurrent_state + walk.plan.slot(piece.row) * walk.state_slot_stride + state_offset();
-    }
-
-    __device__ __forceinline__ ChunkTokens tokens(const Walk& walk, unsigned int chunk) const {
-        const long long token = walk.plan.token(chunk);
-        const long long channel = static_cast<long long>(value_head) * VALUE_HEAD_DIM + column;
-        const long long value_channel = 2 * walk.slab.num_key_heads * KEY_HEAD_DIM + channel;
-        return {walk.qkv_conv_output + token * walk.qkv_token_stride + value_channel * walk.qkv_channel_stride,
-                walk.qkv_token_stride,
-                walk.qkv_channel_stride,
-                walk.out + token * walk.out_token_stride + channel * walk.out_channel_stride,
-                walk.out_token_stride,
-                walk.out_channel_stride,
-                walk.plan.length(chunk)};
-    }
-};
-
-// Returns the end of the piece.
-__device__ __forceinline__ int walk_chunks(
-    ColumnState& state, const Walk& walk, const WalkItem& item, unsigned char* shared) {
+__device__ __forceinline__ void walk_chunks(
+    ColumnState& state, const Walk& walk, const RowPiece& piece, const WalkColumns& columns, unsigned char* shared) {
     const auto stage = [&](unsigned int chunk) { return Stage{shared + (chunk % WALK_STAGES) * STAGE_BYTES}; };
     const auto start = [&](unsigned int chunk) {
-        const long long place = chunk - static_cast<unsigned int>(walk.first_chunk);
-        const unsigned int key_head = item.value_head / static_cast<unsigned int>(walk.slab.group_size);
-        stage(chunk).start_copies(walk.slab.key_head(place, key_head), walk.slab.value_head(place, item.value_head));
+        const long long in_slab = walk.plan.chunk(chunk).place - static_cast<unsigned int>(walk.first_place);
+        const unsigned int key_head = columns.value_head / static_cast<unsigned int>(walk.slab.group_size);
+        stage(chunk).start_copies(walk.slab.key_head(in_slab, key_head), walk.slab.value_head(in_slab, columns.value_head));
     };
     __syncthreads();  // all are done with what the shared memory held
-    start(item.piece.begin);
-    if (item.piece.is_first) {
-        state.load(item.pool(walk));
+    start(piece.begin);
+    if (!HAS_CARRIES || piece.is_first) {
+        state.load(walk.pooled(piece.slot, columns));
     } else {
-        state.load(walk.carry_in + item.state_offset());
+        state.load(walk.carry_in + walk.carried(piece.row, columns));
     }
-    for (unsigned int chunk = item.piece.begin; chunk < item.piece.end; ++chunk) {
+    for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
         wait_for_copies();
         __syncthreads();
-        if (WALK_STAGES == 2 && chunk + 1 < item.piece.end) start(chunk + 1);
-        run_chunk(state, item.tokens(walk, chunk), stage(chunk));
-        if (WALK_STAGES == 1 && chunk + 1 < item.piece.end) {
+        if (WALK_STAGES == 2 && chunk + 1 < piece.end) start(chunk + 1);
+        run_chunk(state, walk.tokens(chunk, columns), stage(chunk));
+        if (WALK_STAGES == 1 && chunk + 1 < piece.end) {
             __syncthreads();
             start(chunk + 1);
         }
     }
-    return static_cast<int>(item.piece.end);
+}
+
+// Where the state of an item goes is found again, not kept: while chunks are walked they need all registers.
+__device__ __forceinline__ void store_state(
+    ColumnState& state, const Walk& walk, unsigned int item, unsigned int row, unsigned int end) {
+    int held_item = static_cast<int>(item);
+    hold_in_turn(held_item, static_cast<int>(end));
+    const WalkColumns columns = walk.columns(static_cast<unsigned int>(held_item));
+    const PlannedRow planned = walk.in_turn(end).plan.row(row);
+    if (!HAS_CARRIES || end == planned.end_chunk) {
+        state.store(walk.pooled(planned.slot, columns));
+    } else {
+        state.store(walk.carry_out + walk.carried(row, columns));
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) gated_delta_chunk_walk(
@@ -586,23 +602,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) gated_delta_chunk_w
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
-    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_chunk,
-    long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
+    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
+    long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
     unsigned char* const shared = launch_shared_memory<SHARED_BYTES>();
     const Walk walk = {qkv_conv_output, qkv_token_stride, IS_PACKED ? 1 : qkv_channel_stride, recurrent_state,
                        state_slot_stride, out, out_token_stride, IS_PACKED ? 1 : out_channel_stride, carry_in, carry_out,
-                       {chunk_plan, max_chunks}, {slab, num_key_heads, group_size}, static_cast<int>(first_chunk),
-                       static_cast<int>(slab_chunks)};
-    for (unsigned int number = blockIdx.x; number < walk.in_turn(number).num_items(); number += gridDim.x) {
+                       {chunk_plan, max_chunks}, {slab, num_key_heads, group_size}, static_cast<int>(first_place),
+                       static_cast<int>(slab_chunks), static_cast<int>(rows_at_once)};
+    for (unsigned int item = blockIdx.x; item < walk.in_turn(item).num_items(); item += gridDim.x) {
+        const RowPiece piece = walk.in_turn(item).piece(item);
+        if (piece.begin >= piece.end) continue;
         ColumnState state;
-        const int end = walk_chunks(state, walk, WalkItem(walk.in_turn(number), number), shared);
-        int number_again = static_cast<int>(number);  // the item is found again, not kept: chunks need all registers
-        hold_in_turn(number_again, end);
-        const WalkItem item(walk.in_turn(end), static_cast<unsigned int>(number_again));
-        if (item.piece.is_last) {
-            state.store(item.pool(walk));
-        } else {
-            state.store(walk.carry_out + item.state_offset());
-        }
+        walk_chunks(state, walk, piece, walk.columns(item), shared);
+        store_state(state, walk, item, piece.row, piece.end);
     }
 }

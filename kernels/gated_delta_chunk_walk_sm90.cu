@@ -97,21 +97,30 @@ struct Walk {
     ChunkSlab slab;
     ChunkPlan plan;
     SlabPieces pieces;
-    unsigned int first_chunk;
 
-    __device__ __forceinline__ unsigned int tiles_of_piece() const {
-        return static_cast<unsigned int>(slab.num_key_heads * slab.group_size * NUM_TILES);
+    __device__ __forceinline__ unsigned int num_value_heads() const {
+        return static_cast<unsigned int>(slab.num_key_heads * slab.group_size);
     }
+    __device__ __forceinline__ unsigned int tiles_of_piece() const { return num_value_heads() * NUM_TILES; }
 
     __device__ __forceinline__ unsigned int num_items() const { return pieces.num_pieces * tiles_of_piece(); }
 
-    // Calls visit(piece, value head, first column of the tile) for each item of the block.
+    // Ask for the state that a piece begins with, where it lies in one piece: loaders are ahead of walkers, which ask for it
+    // when they need it.
+    __device__ __forceinline__ void prefetch_state(const RowPiece& piece, long long head) const {
+        const STATE_TYPE* const state = recurrent_state + piece.slot * state_slot_stride + head * KEY_HEAD_DIM * VALUE_HEAD_DIM;
+        if (TILE_COLUMNS == VALUE_HEAD_DIM && reinterpret_cast<unsigned long long>(state) % 16 == 0)
+            start_prefetch(state, KEY_HEAD_DIM * VALUE_HEAD_DIM * static_cast<int>(sizeof(STATE_TYPE)));
+    }
+
+    // Calls visit(piece, value head, first column of the tile) for each item of the block that has chunks.
     template <typename Visit>
     __device__ __forceinline__ void for_each_item(const Visit& visit) const {
         for (unsigned int item = blockIdx.x; item < num_items(); item += gridDim.x) {
             const unsigned int tile = item % tiles_of_piece();
-            visit(pieces.piece(plan, item / tiles_of_piece()), static_cast<long long>(tile / NUM_TILES),
-                  static_cast<int>(tile % NUM_TILES) * TILE_COLUMNS);
+            const RowPiece piece = pieces.piece(plan, item / tiles_of_piece());
+            if (piece.begin < piece.end)
+                visit(piece, static_cast<long long>(tile / NUM_TILES), static_cast<int>(tile % NUM_TILES) * TILE_COLUMNS);
         }
     }
 };
@@ -139,32 +148,26 @@ __device__ __forceinline__ void load_chunks(const Walk& walk, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Turn turn;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        const long long key_head = head / walk.slab.group_size;
+        const long long key_head = static_cast<unsigned int>(head) / static_cast<unsigned int>(walk.slab.group_size);
         const WORK_TYPE* const values = walk.qkv_conv_output + 2 * walk.slab.num_key_heads * KEY_HEAD_DIM +
                                         head * VALUE_HEAD_DIM + column + group * 64 + lane % 8 * 8;
-        const unsigned char* keys = walk.slab.key_head(piece.begin - walk.first_chunk, key_head);
-        const unsigned char* scores = walk.slab.value_head(piece.begin - walk.first_chunk, head);
-        long long token = walk.plan.token(piece.begin);
-        int length = walk.plan.length(piece.begin);
+        if (group == 0 && lane == 0 && (piece.is_first || !HAS_CARRIES)) walk.prefetch_state(piece, head);
+        PlannedChunk next = walk.plan.chunk(piece.begin);
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
-            const WORK_TYPE* const source = values + token * walk.qkv_token_stride;
-            const int own_length = length;
-            if (chunk + 1 < piece.end) {  // asked for before anything is waited for
-                token = walk.plan.token(chunk + 1);
-                length = walk.plan.length(chunk + 1);
-            }
+            const WORK_TYPE* const source = values + next.token * walk.qkv_token_stride;
+            const unsigned int in_slab = next.place - walk.pieces.begin;
+            const int length = static_cast<int>(next.length);
+            if (chunk + 1 < piece.end) next = walk.plan.chunk(chunk + 1);  // asked for before anything is waited for
             wait_for_round(barriers().empty[turn.stage], turn.parity ^ 1);
             CopyBarrier& full = barriers().full[turn.stage];
             unsigned char* const stage = stage_of(turn);
             if (group == 0 && lane == 0) {
                 expect_bytes(full, KEY_HEAD_BYTES + VALUE_HEAD_BYTES);
-                start_bulk_copy(stage, keys, KEY_HEAD_BYTES, full);
-                start_bulk_copy(stage + KEY_HEAD_BYTES, scores, VALUE_HEAD_BYTES, full);
+                start_bulk_copy(stage, walk.slab.key_head(in_slab, key_head), KEY_HEAD_BYTES, full);
+                start_bulk_copy(stage + KEY_HEAD_BYTES, walk.slab.value_head(in_slab, head), VALUE_HEAD_BYTES, full);
             }
-            start_value_copies(stage + VALUES_OFFSET + group * VALUES_BYTES, source, walk.qkv_token_stride, own_length);
+            start_value_copies(stage + VALUES_OFFSET + group * VALUES_BYTES, source, walk.qkv_token_stride, length);
             arrive_behind_copies(full);
-            keys += walk.slab.chunk_bytes();
-            scores += walk.slab.chunk_bytes();
             turn = turn.next();
         }
     });
@@ -187,8 +190,9 @@ __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
         OUT_TYPE* const readouts = walk.out + head * VALUE_HEAD_DIM + column + group * 64 +
                                    lane % LANES_OF_ROW * (16 / static_cast<int>(sizeof(OUT_TYPE)));
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
-            OUT_TYPE* target = readouts + (walk.plan.token(chunk) + row) * walk.out_token_stride;
-            const int length = walk.plan.length(chunk);
+            const PlannedChunk own = walk.plan.chunk(chunk);
+            OUT_TYPE* target = readouts + (static_cast<long long>(own.token) + row) * walk.out_token_stride;
+            const int length = static_cast<int>(own.length);
             wait_for_round(barriers().staged[group], parity);
             #pragma unroll
             for (int step = 0; step < CHUNK_LEN / ROWS_AT_ONCE; ++step) {
@@ -296,7 +300,9 @@ constexpr int LOWEST_POWER = -3;
 constexpr int HIGHEST_POWER = 4;
 constexpr int WANTED_POWER = 0;  // where new units put it
 __device__ __forceinline__ float largest_in_units(const ChunkValues& values, const Columns& columns, int half) {
-    return fmaxf(columns.largest[half], values.largest[half] * whole_power(-columns.power[half]));
+    // Neither is below 0, so that their order is that of their bits, of which those of NaN are the largest.
+    return __uint_as_float(max(__float_as_uint(columns.largest[half]),
+                               __float_as_uint(values.largest[half] * whole_power(-columns.power[half]))));
 }
 
 // Of NaN and 0 false, too.
@@ -618,13 +624,15 @@ __device__ __forceinline__ void walk_piece(
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int column = tile_column + group * 64 + own_warp() * 16 + lane / 4;
     const long long offset = (head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
-    STATE_TYPE* const pool = walk.recurrent_state + walk.plan.slot(piece.row) * walk.state_slot_stride + offset;
+    STATE_TYPE* const pool = walk.recurrent_state + static_cast<long long>(piece.slot) * walk.state_slot_stride + offset;
     State state;
     Columns columns;
-    if (piece.is_first) {
+    const long long carried =
+        walk.pieces.carried(piece) * walk.num_value_heads() * KEY_HEAD_DIM * VALUE_HEAD_DIM + offset;
+    if (!HAS_CARRIES || piece.is_first) {
         load_state(state, pool, columns);
     } else {
-        load_state(state, walk.carry_in + offset, columns);
+        load_state(state, walk.carry_in + carried, columns);
     }
     columns.some_bad = __any_sync(0xFFFFFFFFu, columns.is_bad[0] || columns.is_bad[1]) != 0;
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
@@ -656,10 +664,10 @@ __device__ __forceinline__ void walk_piece(
         turn = place.next_turn;
     } while (--num_left > 0);
 
-    if (piece.is_last) {
+    if (!HAS_CARRIES || piece.is_last) {
         store_state(state, pool, columns);
     } else {
-        store_state(state, walk.carry_out + offset, columns);
+        store_state(state, walk.carry_out + carried, columns);
     }
 }
 
@@ -682,12 +690,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
-    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_chunk,
-    long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
+    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
+    long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
     const ChunkPlan plan = {chunk_plan, max_chunks};
     const Walk walk = {qkv_conv_output, qkv_token_stride, recurrent_state, state_slot_stride, out, out_token_stride,
                        carry_in, carry_out, {slab, num_key_heads, group_size}, plan,
-                       SlabPieces(plan, first_chunk, slab_chunks), static_cast<unsigned int>(first_chunk)};
+                       SlabPieces(plan, first_place, slab_chunks, rows_at_once)};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < WALK_STAGES; ++stage) {
             // Who expects the bytes, and lanes with copies of their own.

@@ -86,6 +86,11 @@ __device__ __forceinline__ void start_copy_16_or_zeros(void* shared, const void*
                  "r"(is_there ? 16 : 0) : "memory");
 }
 
+// Bring memory into the L2 cache. Address and `num_bytes` are multiples of 16.
+__device__ __forceinline__ void start_prefetch(const void* global, int num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(num_bytes) : "memory");
+}
+
 // Give registers of a warpgroup back, or take more of them.
 template <int COUNT>
 __device__ __forceinline__ void keep_registers() {

@@ -79,15 +79,23 @@ def test_every_length_of_two_chunks(work_dtype: str, backend: str) -> None:
         )
 
 
-@pytest.mark.parametrize("chunks_of_a_slab", [1, 3])
-def test_slabs_do_not_show(chunks_of_a_slab: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that begin, end and go on within slabs of any size have the bits of those in one."""
-    case = replace(PLAIN, lengths=(1, 300, 64, 5, 130, 0, 70), padding=(3,))
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows_at_once", "chunks_of_a_slab"), [(1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (3, 6), (5, 5), (4, 100)]
+)
+def test_slabs_do_not_show(
+    rows_at_once: int, chunks_of_a_slab: int, state_dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin, end and go on within slabs of any size, any number at once, have the bits of those in one."""
+    case = replace(PLAIN, lengths=(1, 300, 64, 5, 130, 0, 70, 200), padding=(3,), state_dtype=state_dtype)
     plain = run(case, kernels)
-    layout = chunk_layout.ChunkLayout(case.heads, case.work_dtype, len(case.lengths), case.total_seq_len, 1)
+    monkeypatch.setattr(chunk_layout, "WALKS_AT_ONCE", rows_at_once * case.heads.num_value_heads)
+    types = case.work_dtype, state_dtype
+    layout = chunk_layout.ChunkLayout(case.heads, *types, len(case.lengths), case.total_seq_len, 1)
     room = layout.total_bytes - layout.slab_bytes + chunks_of_a_slab * layout.chunk_bytes
     monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", room + chunk_layout.PART_ALIGNMENT)
-    assert replace(layout).num_slabs == -(-layout.max_chunks // chunks_of_a_slab)
+    layout = replace(layout)
+    assert (layout.rows_at_once, layout.num_slabs) == (rows_at_once, -(-layout.max_chunks // chunks_of_a_slab))
     in_slabs = run(case, kernels)
     assert_passed(
         bitwise(in_slabs.outcome.out, plain.outcome.out, "readout"),

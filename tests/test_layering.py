@@ -80,6 +80,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
             *("gdn.backends.launch", "gdn.backends.recurrence"),
         ),
     ),
+    "gdn.backends.gated_delta_chunk_walk_sm90": (
+        *("gdn.arrays", "gdn.recurrence", "gdn.backends.chunk_layout", "gdn.backends.cuda"),
+        *("gdn.backends.launch", "gdn.backends.gated_delta_chunk_walk"),
+    ),
     "gdn.backends.chunk_layout": ("gdn.errors", "gdn.geometry"),
     "gdn.backends.chunked": (
         *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.chunk_layout"),

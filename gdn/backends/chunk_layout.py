@@ -1,8 +1,8 @@
 """How a chunked call lies in its workspace: chunks of a batch, slabs of chunks, and the parts with their sizes.
 
 Every formula of the kernels `gated_delta_chunk_*` that decides how much memory a call takes stands here, once. The
-parts start on multiples of `PART_ALIGNMENT`: the plan, two carries (states in passing from slab to slab), one slab, and
-where rows may be too short for the list, the slots of those.
+parts start on multiples of `PART_ALIGNMENT`: the plan, two carries (states in passing from slab to slab, where the pool
+would round them), one slab, and where rows may be too short for the list, the slots of those.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ PART_ALIGNMENT = 256
 MAX_WORKSPACE_BYTES = 64 << 20
 #: Chunks that the kernels can count.
 MAX_CHUNKS = 2**30 - 1
+#: What rows are walked along at once to have, in tiles of WALK_COLUMNS columns: about as many as a large GPU has
+#: multiprocessors. A constant, so that the size of a workspace depends on shapes and types alone.
+WALKS_AT_ONCE = 128
+WALK_COLUMNS = 128
 #: Head sizes that the chunked kernels serve are multiples of this.
 SERVED_HEAD_DIM_MULTIPLE = 32
 
@@ -26,6 +30,7 @@ _OPERAND_BYTES = 2  # of an element of a tensor core's operand
 _HEADER_ENTRIES = 4  # of the plan
 _KEY_DIM_MULTIPLE = 64  # to which rows of keys and queries are padded
 _CHUNK_LEN = 64
+_CARRY_ITEMSIZE = 4
 
 
 def unserved_reason(geometry: HeadGeometry) -> str | None:
@@ -43,6 +48,7 @@ class ChunkLayout:
 
     geometry: HeadGeometry
     work_dtype: str
+    state_dtype: str
     batch_size: int
     total_seq_len: int
     min_row_len: int
@@ -79,6 +85,18 @@ class ChunkLayout:
         """The most chunks that rows of tokens of their own can have."""
         return self.total_seq_len // self.chunk_len + self.max_rows if self.max_rows else 0
 
+    @cached_property
+    def rows_at_once(self) -> int:
+        """Rows whose chunks are interleaved, so that a slab has work for a whole GPU.
+
+        Not more than a slab has room for a chunk of each: the next chunk of a row then lies in the same slab or the
+        next one, which is how far a carry reaches.
+        """
+        heads = self.geometry
+        enough = WALKS_AT_ONCE // (heads.num_value_heads * -(-heads.value_head_dim // WALK_COLUMNS))
+        room = self._bytes_of_slab_and_carries // (self.chunk_bytes + 2 * self._carried_state_bytes)
+        return max(1, min(enough, room, self.max_rows))
+
     # ---- Bytes ----
 
     @cached_property
@@ -105,12 +123,16 @@ class ChunkLayout:
     @cached_property
     def plan_bytes(self) -> int:
         """The list of chunks and rows, as `kernels/gated_delta_chunk_plan.cu` writes it."""
-        return _whole_part(4 * (_HEADER_ENTRIES + 5 * self.max_chunks + 1))
+        return _whole_part(4 * (_HEADER_ENTRIES + 9 * self.max_chunks))
 
     @cached_property
     def carry_bytes(self) -> int:
-        """A float32 state of every value head."""
-        return _whole_part(4 * self.geometry.slot_state_elements)
+        """A float32 state of every value head, for each row that may go on; nothing where the pool has float32."""
+        return _whole_part(self.rows_at_once * self._carried_state_bytes)
+
+    @cached_property
+    def _carried_state_bytes(self) -> int:
+        return 0 if self.state_dtype == "float32" else _CARRY_ITEMSIZE * self.geometry.slot_state_elements
 
     @cached_property
     def short_slots_bytes(self) -> int:
@@ -125,24 +147,27 @@ class ChunkLayout:
     @cached_property
     def total_bytes(self) -> int:
         """A workspace that starts anywhere."""
-        return self._bytes_beside_slab + self.slab_bytes
+        return PART_ALIGNMENT + self.plan_bytes + 2 * self.carry_bytes + self.slab_bytes + self.short_slots_bytes
 
     @cached_property
-    def _bytes_beside_slab(self) -> int:
-        return PART_ALIGNMENT + self.plan_bytes + 2 * self.carry_bytes + self.short_slots_bytes
+    def _bytes_of_slab_and_carries(self) -> int:
+        """What is left for them, in whole parts; negative where there is too little."""
+        beside = PART_ALIGNMENT + self.plan_bytes + self.short_slots_bytes
+        return (MAX_WORKSPACE_BYTES - beside) // PART_ALIGNMENT * PART_ALIGNMENT
 
     # ---- Slabs ----
 
     @cached_property
     def num_slabs(self) -> int:
         """Slabs that the chunks are split into."""
-        room = (MAX_WORKSPACE_BYTES - self._bytes_beside_slab) // PART_ALIGNMENT * PART_ALIGNMENT
-        return -(-self.max_chunks // max(1, room // self.chunk_bytes))
+        largest = (self._bytes_of_slab_and_carries - 2 * self.carry_bytes) // self.chunk_bytes
+        rows = self.rows_at_once
+        return -(-self.max_chunks // max(1, largest // rows * rows))
 
     @cached_property
     def slab_chunks(self) -> int:
-        """Chunks of a slab, the last one maybe less: as many slabs, all of about one size."""
-        return -(-self.max_chunks // self.num_slabs) if self.max_chunks else 0
+        """Chunks of a slab, the last one maybe less: all slabs of about one size, a multiple of the rows at once."""
+        return _rounded_up(-(-self.max_chunks // self.num_slabs), self.rows_at_once) if self.max_chunks else 0
 
     # ---- Where the parts start, from the first multiple of PART_ALIGNMENT on; the plan does there ----
 

@@ -40,7 +40,7 @@ def known_algorithm(algorithm: Any) -> str:
 
 
 def layout_of(
-    geometry: HeadGeometry, work_dtype: str, batch_size: int, total_seq_len: int, algorithm: str
+    geometry: HeadGeometry, work_dtype: str, state_dtype: str, batch_size: int, total_seq_len: int, algorithm: str
 ) -> ChunkLayout | None:
     """The chunks of a call, None for one that the recurrent kernel runs alone.
 
@@ -50,10 +50,10 @@ def layout_of(
     if algorithm == "chunked":
         if reason is not None:
             raise ShapeError(reason)
-        return ChunkLayout(geometry, work_dtype, batch_size, total_seq_len, min_row_len=1)
+        return ChunkLayout(geometry, work_dtype, state_dtype, batch_size, total_seq_len, min_row_len=1)
     if algorithm == "recurrent" or reason is not None or total_seq_len < MIN_CHUNKED_LEN:
         return None
-    return ChunkLayout(geometry, work_dtype, batch_size, total_seq_len, MIN_CHUNKED_LEN)
+    return ChunkLayout(geometry, work_dtype, state_dtype, batch_size, total_seq_len, MIN_CHUNKED_LEN)
 
 
 def workspace_bytes(layout: ChunkLayout | None) -> int:

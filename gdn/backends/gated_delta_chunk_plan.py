@@ -26,10 +26,12 @@ KERNEL = Kernel(
         ("chunk_plan", "pointer"),
         ("max_chunks", "int64"),
         ("min_row_len", "int64"),
+        ("rows_at_once", "int64"),
         ("short_slot_idx", "pointer"),
     ),
 )
 _THREADS = 1024
+_MAX_CLEARING_BLOCKS = 128  # which share the rows
 
 
 def variant(out: Argument, layout: ChunkLayout) -> Variant:
@@ -43,13 +45,13 @@ def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_p
     short_slots = first_part + layout.short_slots_offset if layout.short_slots_bytes else 0
     return Launch(
         variant(out, layout),
-        1 + num_clearing_blocks(layout.total_seq_len),
+        1 + min(_MAX_CLEARING_BLOCKS, num_clearing_blocks(layout.total_seq_len)),
         _THREADS,
         (
             *(slots.pointer, *slots.strides),
             *(offsets.pointer, *offsets.strides, int(offsets.dtype == "int32")),
             *(out.pointer, *out.strides),
             *(inputs.batch_size, inputs.total_seq_len, inputs.max_slots, inputs.geometry.value_dim),
-            *(first_part, layout.max_chunks, layout.min_row_len, short_slots),
+            *(first_part, layout.max_chunks, layout.min_row_len, layout.rows_at_once, short_slots),
         ),
     )

@@ -20,7 +20,7 @@ KERNEL = Kernel(
         ("beta_head_stride", "int64"),
         ("chunk_plan", "pointer"),
         ("slab", "pointer"),
-        ("first_chunk", "int64"),
+        ("first_place", "int64"),
         ("slab_chunks", "int64"),
         ("max_chunks", "int64"),
         ("num_key_heads", "int64"),
@@ -35,7 +35,7 @@ def shared_bytes(layout: ChunkLayout) -> int:
     """Shared memory of a block, as the kernel lays it out: its `Shared`, of two value heads at once."""
     chunk_len, blocks = layout.chunk_len, layout.chunk_len // 16
     tiles = max(layout.key_image_bytes, 2 * layout.matrices_bytes)
-    triangle = blocks * (blocks + 1) * 512 + blocks * 1024
+    triangle = blocks * (blocks + 1) * 512
     gates = 4 * 4 * chunk_len + 8
     return -(-(tiles + 2 * (triangle + gates) + 2 * 4 * chunk_len) // 16) * 16
 

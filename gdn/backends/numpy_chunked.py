@@ -67,7 +67,8 @@ def gated_delta_recurrence_fwd_chunked(inputs: RecurrenceInputs, out: Argument, 
 
 def _run_row(inputs: RecurrenceInputs, out: np.ndarray[Any, Any], begin: int, end: int, state: Float32Array) -> None:
     """Run tokens [begin, end) from this state on, which becomes the last one."""
-    chunk_len = ChunkLayout(inputs.geometry, inputs.qkv_conv_output.dtype, 1, end - begin, 1).chunk_len
+    types = inputs.qkv_conv_output.dtype, inputs.recurrent_state.dtype
+    chunk_len = ChunkLayout(inputs.geometry, *types, 1, end - begin, 1).chunk_len
     for first in range(begin, end, chunk_len):
         rows = slice(first, min(first + chunk_len, end))
         readout = _advance(_load(inputs, rows, chunk_len), state)

@@ -123,7 +123,8 @@ def _workspace_bytes(case: BenchCase) -> int:
     call = case.call
     if not case.is_chunked or case.algorithm is None:
         return 0
-    layout = layout_of(case.heads, call.work_dtype, case.batch_size, rows_of_window(call), case.algorithm)
+    types = call.work_dtype, call.state_dtype
+    layout = layout_of(case.heads, *types, case.batch_size, rows_of_window(call), case.algorithm)
     return workspace_bytes(layout)
 
 

@@ -20,7 +20,7 @@ from gdn.testing.cases import RecurrenceArrays
 from gdn.testing.checks import Subject, against_oracle, batch_independence, repeats, same_outcome, select, untouched
 from gdn.testing.chunked_cases import ChunkedCase
 from gdn.testing.compare import Comparison, Tolerance, bitwise, close, same_bytes
-from gdn.testing.execute import DENSE, Layouts, Outcome, execute
+from gdn.testing.execute import Layouts, Outcome, execute
 
 _POISON = 0xFF  # repeated, a NaN of every type and an index that is far out of range
 _BEYOND = 4096  # bytes around a workspace that must stay as they are
@@ -49,13 +49,14 @@ class ChunkedSubject(Subject):
 
     case: ChunkedCase
 
-    def run(self, arrays: RecurrenceArrays, layouts: Layouts = DENSE) -> Outcome:
-        """Another call of the same types, densely laid out unless said otherwise."""
+    def run(self, arrays: RecurrenceArrays, layouts: Layouts | None = None) -> Outcome:
+        """Another call of the same types, laid out as the case says: the kernel that walks depends on that."""
         return self.run_as("chunked", arrays, layouts)
 
-    def run_as(self, algorithm: str, arrays: RecurrenceArrays, layouts: Layouts = DENSE) -> Outcome:
+    def run_as(self, algorithm: str, arrays: RecurrenceArrays, layouts: Layouts | None = None) -> Outcome:
         """The same by an algorithm of another name."""
-        return execute(self.backend, arrays, self.case.out_dtype, layouts, _by(algorithm))
+        chosen = Layouts.of(self.case) if layouts is None else layouts
+        return execute(self.backend, arrays, self.case.out_dtype, chosen, _by(algorithm))
 
     def tolerance(self, dtype: str) -> Tolerance:
         """How far a result that is stored as `dtype` may lie from the oracle's."""
@@ -115,7 +116,8 @@ def edges(subject: ChunkedSubject) -> Iterator[Comparison]:
 
 def chunk_len_of(case: ChunkedCase) -> int:
     """Tokens of a chunk of a case."""
-    return ChunkLayout(case.heads, case.work_dtype, len(case.lengths), case.total_seq_len, 1).chunk_len
+    types = case.work_dtype, case.state_dtype
+    return ChunkLayout(case.heads, *types, len(case.lengths), case.total_seq_len, 1).chunk_len
 
 
 def workspace(subject: ChunkedSubject) -> Iterator[Comparison]:
@@ -132,7 +134,7 @@ def workspace(subject: ChunkedSubject) -> Iterator[Comparison]:
         after = memory if isinstance(memory, np.ndarray) else memory.get()
         beyond.extend((after[:_BEYOND], after[_BEYOND + num_bytes :]))
 
-    outcome = execute(subject.backend, subject.arrays, subject.case.out_dtype, DENSE, call)
+    outcome = execute(subject.backend, subject.arrays, subject.case.out_dtype, Layouts.of(subject.case), call)
     yield from same_outcome(subject, outcome, "poisoned workspace")
     for part in beyond:
         yield same_bytes(part, np.full_like(part, _POISON), "memory around the workspace")

@@ -30,7 +30,8 @@ struct ChunkScalars {
     int num_good;                  // tokens before the first that holds what is not finite; CHUNK_LEN if there is none
     float first_decay;             // exp(G_0): the most that the chunk sees of the state before it
     int is_plain;                  // whether num_good, first_decay and update_power are as they are nearly always
-    int unused[10];
+    static constexpr int NUM_UNUSED = 10;
+    int unused[NUM_UNUSED];
 
     // A walk that has one unit for the state and for values can do so unless updates are smaller than this, or the chunk
     // sees less than that of the state, but something.

@@ -301,6 +301,7 @@ __device__ __forceinline__ void make_gates(
         scalars.query[token] = __fdiv_rn(norms.query[token], root) * whole_power(score_power + solve_power);
         scalars.update[token] = updates[i] * whole_power(solve_power);
     }
+    if (lane < ChunkScalars::NUM_UNUSED) scalars.unused[lane] = 0;  // they are copied with the others
     if (lane == 0) {
         gates.score_power = score_power;
         gates.solve_power = solve_power;

@@ -49,8 +49,6 @@ static_assert(KEY_HEAD_DIM == 64 || KEY_HEAD_DIM == 128, "KEY_HEAD_DIM");
 struct Barriers {
     CopyBarrier full[WALK_STAGES];   // a stage holds its chunk
     CopyBarrier empty[WALK_STAGES];  // ... and is no longer needed
-    CopyBarrier staged[WARPGROUPS];  // a readout is there
-    CopyBarrier stored[WARPGROUPS];  // ... and is written
 };
 static_assert(BARRIERS_OFFSET + sizeof(Barriers) <= SHARED_BYTES, "SHARED_BYTES");
 
@@ -70,6 +68,11 @@ __device__ __forceinline__ int own_warp() { return static_cast<int>(threadIdx.x)
 __device__ __forceinline__ int values_offset(int group) {
     return VALUES_OFFSET + group * VALUES_BYTES + own_warp() * 32;
 }
+
+// Barriers of a walker and its storer: a readout is staged; its stage is free.
+constexpr int READOUT_THREADS = 128 + 32;
+__device__ __forceinline__ int staged_barrier(int group) { return 1 + 2 * group; }
+__device__ __forceinline__ int free_barrier(int group) { return 2 + 2 * group; }
 
 // A place in a ring of stages, and the parity of the round.
 struct Turn {
@@ -185,7 +188,6 @@ __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int row = lane / LANES_OF_ROW;
     const unsigned char* const staged = readout_stage(group) + lane % LANES_OF_ROW * 16 + row * OUT_PITCH;
-    unsigned int parity = 0;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
         OUT_TYPE* const readouts = walk.out + head * VALUE_HEAD_DIM + column + group * 64 +
                                    lane % LANES_OF_ROW * (16 / static_cast<int>(sizeof(OUT_TYPE)));
@@ -193,7 +195,8 @@ __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
             const PlannedChunk own = walk.plan.chunk(chunk);
             OUT_TYPE* target = readouts + (static_cast<long long>(own.token) + row) * walk.out_token_stride;
             const int length = static_cast<int>(own.length);
-            wait_for_round(barriers().staged[group], parity);
+            announce(free_barrier(group), READOUT_THREADS);
+            wait_for_all(staged_barrier(group), READOUT_THREADS);
             #pragma unroll
             for (int step = 0; step < CHUNK_LEN / ROWS_AT_ONCE; ++step) {
                 if (step * ROWS_AT_ONCE + row < length)
@@ -201,9 +204,6 @@ __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
                         *reinterpret_cast<const uint4*>(staged + step * ROWS_AT_ONCE * OUT_PITCH);
                 target += ROWS_AT_ONCE * walk.out_token_stride;
             }
-            __syncwarp();
-            if (lane == 0) arrive(barriers().stored[group]);
-            parity ^= 1;
         }
     });
 }
@@ -446,7 +446,6 @@ struct ChunkPlace {
     Turn turn;
     Turn next_turn;
     int group;
-    unsigned int stored_parity;
 
     __device__ __forceinline__ const unsigned char* stage() const { return stage_of(turn); }
     __device__ __forceinline__ const unsigned char* next_values() const {
@@ -599,7 +598,7 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
     // While the state is updated: the values of the next chunk, the readout of this one
     wait_for_round(barriers().full[place.next_turn.stage], place.next_turn.parity);
     values.load(place.next_values());
-    wait_for_round(barriers().stored[place.group], place.stored_parity);
+    wait_for_all(free_barrier(place.group), READOUT_THREADS);
     wait_for_products<1>();
     #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; ++tile) {
@@ -620,7 +619,7 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
 // Run the chunks of one item.
 __device__ __forceinline__ void walk_piece(
     const Walk& walk, const RowPiece& piece, long long head, int tile_column, int group, Turn& turn,
-    unsigned int& stored_parity, ChunkValues& values) {
+    ChunkValues& values) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int column = tile_column + group * 64 + own_warp() * 16 + lane / 4;
     const long long offset = (head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
@@ -638,7 +637,7 @@ __device__ __forceinline__ void walk_piece(
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
     unsigned int num_left = piece.end - piece.begin;
     do {
-        const ChunkPlace place = {turn, turn.next(), group, stored_parity ^ 1};
+        const ChunkPlace place = {turn, turn.next(), group};
         const bool is_careful = columns.need_care;
         bool has_own_units = false;  // the same in all warps that multiply together, unlike `is_careful`
         if (is_careful) {
@@ -651,16 +650,12 @@ __device__ __forceinline__ void walk_piece(
         } else {
             run_chunk<false>(state, values, columns, place);
         }
-        __syncwarp();
         if (is_careful) {
-            overwrite_bad(place.staged(), columns);
             __syncwarp();
+            overwrite_bad(place.staged(), columns);
         }
-        if (lane == 0) {
-            arrive(barriers().empty[turn.stage]);
-            arrive(barriers().staged[group]);
-        }
-        stored_parity ^= 1;
+        arrive(barriers().empty[turn.stage]);
+        announce(staged_barrier(group), READOUT_THREADS);
         turn = place.next_turn;
     } while (--num_left > 0);
 
@@ -673,7 +668,6 @@ __device__ __forceinline__ void walk_piece(
 
 __device__ __forceinline__ void walk_chunks(const Walk& walk, int group) {
     Turn turn;
-    unsigned int stored_parity = 0;
     ChunkValues values;
     const unsigned int num_items = walk.num_items();
     if (blockIdx.x >= num_items) return;
@@ -681,7 +675,7 @@ __device__ __forceinline__ void walk_chunks(const Walk& walk, int group) {
     values.load(stage_of(turn) + values_offset(group));
     values.find_largest();
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        walk_piece(walk, piece, head, column, group, turn, stored_parity, values);
+        walk_piece(walk, piece, head, column, group, turn, values);
     });
 }
 
@@ -700,11 +694,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
         for (int stage = 0; stage < WALK_STAGES; ++stage) {
             // Who expects the bytes, and lanes with copies of their own.
             prepare_barrier_of(barriers().full[stage], 1 + 32 * WARPGROUPS);
-            prepare_barrier_of(barriers().empty[stage], WALKING_WARPS);
-        }
-        for (int group = 0; group < WARPGROUPS; ++group) {
-            prepare_barrier_of(barriers().staged[group], 4);
-            prepare_barrier_of(barriers().stored[group], 1);
+            prepare_barrier_of(barriers().empty[stage], 32 * WALKING_WARPS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

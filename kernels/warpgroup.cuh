@@ -86,6 +86,14 @@ __device__ __forceinline__ void start_copy_16_or_zeros(void* shared, const void*
                  "r"(is_there ? 16 : 0) : "memory");
 }
 
+// A barrier of the block by its number, for `num_threads` in all: some say that they have come, others wait for all.
+__device__ __forceinline__ void announce(int number, int num_threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+}
+__device__ __forceinline__ void wait_for_all(int number, int num_threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+}
+
 // Bring memory into the L2 cache. Address and `num_bytes` are multiples of 16.
 __device__ __forceinline__ void start_prefetch(const void* global, int num_bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(num_bytes) : "memory");

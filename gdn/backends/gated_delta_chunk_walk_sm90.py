@@ -68,7 +68,7 @@ def _stages(layout: ChunkLayout, out_itemsize: int, num_warpgroups: int) -> tupl
     values = layout.chunk_len * (_COLUMNS * 2 + 16)
     readouts = layout.chunk_len * (_COLUMNS * out_itemsize + 16)
     stage = -(-(portable.stage_bytes(layout) + num_warpgroups * values) // 1024) * 1024
-    beside = num_warpgroups * (readouts + 2 * _BARRIER_BYTES)
+    beside = num_warpgroups * readouts
     num_stages = min(_MAX_STAGES, (_MAX_SHARED_BYTES - beside) // (stage + 2 * _BARRIER_BYTES))
     return num_stages, num_stages * (stage + 2 * _BARRIER_BYTES) + beside
 

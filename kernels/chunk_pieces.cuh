@@ -26,9 +26,8 @@ struct SlabPieces {
     __device__ __forceinline__ SlabPieces(
         const ChunkPlan& plan, long long first_place, long long slab_chunks, long long rows_at_once)
         : first_row(0), num_pieces(0), rows_at_once(static_cast<unsigned int>(rows_at_once)) {
-        const long long last = first_place + slab_chunks;
         begin = static_cast<unsigned int>(first_place);
-        end = last < plan.num_chunks() ? static_cast<unsigned int>(last) : plan.num_chunks();
+        end = min(begin + static_cast<unsigned int>(slab_chunks), plan.num_chunks());
         if (begin >= end) return;
         first_row = first_at_once(plan.chunk(plan.chunk_at(begin)).row);
         const unsigned int last_rows = first_at_once(plan.chunk(plan.chunk_at(end - 1)).row);

@@ -14,7 +14,7 @@
 // whose values or state are not finite is NaN from the first token on where that is so, and 0 in all products.
 //
 // MACROS     KEY_HEAD_DIM, VALUE_HEAD_DIM: multiples of 32 up to 256; CHUNK_LEN: 64 or 32; OPERAND_TERMS: 1 or 2
-//            WORK_TYPE (qkv), STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16; IS_PACKED: unused here
+//            WORK_TYPE (qkv), STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16; IS_PACKED: channels of qkv and out are dense
 //            WALK_STAGES: 1 or 2, chunks in shared memory; SHARED_BYTES of a block
 // BLOCK      128 threads for tiles of 64 columns where VALUE_HEAD_DIM is a multiple of 64, else 64 for 32
 // GRID       any number of blocks: they share the pieces, value heads and tiles
@@ -132,6 +132,18 @@ struct ColumnPowers {
     int sums;    // taken out of what the registers hold of the state
     int state;   // of the state as an operand, in all
     int values;  // taken out of values, R and V'
+
+    // From what products with the state are to what values are.
+    __device__ __forceinline__ float memory_scale() const { return whole_power(state - values); }
+
+    // For one turn of a loop, so that what is made from powers does not take registers in all others.
+    __device__ __forceinline__ ColumnPowers in_turn(int turn) const {
+        ColumnPowers held = *this;
+        hold_in_turn(held.sums, turn);
+        hold_in_turn(held.state, turn);
+        hold_in_turn(held.values, turn);
+        return held;
+    }
 };
 
 __device__ __forceinline__ ColumnPowers column_powers(
@@ -146,56 +158,69 @@ __device__ __forceinline__ ColumnPowers column_powers(
     return {sums, state, values};
 }
 
-// Products are made for as many tokens at once as registers allow, and keep tensor cores busy.
-constexpr int PAIRS_AT_ONCE = KEY_HEAD_DIM <= 128 ? 2 : 1;  // of token tiles
-constexpr int TILES_AT_ONCE = 2 * PAIRS_AT_ONCE;
-using SomeSums = float[TILES_AT_ONCE][4];
+// Products are made for 16 tokens at once, in a turn of a loop. The lane as that turn knows it: addresses made from it take
+// no registers in other turns.
+__device__ __forceinline__ int lane_in_turn(int turn) {
+    int lane = static_cast<int>(threadIdx.x) % 32;
+    hold_in_turn(lane, turn);
+    return lane;
+}
+
+using SomeSums = float[2][4];
+
+__device__ __forceinline__ void clear(SomeSums& sums) {
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = 0.0f;
+}
+
+// K S or Q S, transposed, of 16 tokens; the product of 16 keys of the state at a time.
+struct StateProduct {
+    SomeSums sums;
+    const unsigned char* tiles;
+
+    __device__ __forceinline__ StateProduct(const unsigned char* tiles_of_tokens) : tiles(tiles_of_tokens) { clear(sums); }
+
+    __device__ __forceinline__ void add(const LeftOperand<OPERANDS>& left, int first, int step, int lane_offset) {
+        RightOperands<OPERANDS> right;
+        load_rows<KEY_ROW_BYTES>(right, tiles + step / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, first, step % 4 * 2, lane_offset);
+        right.multiply(sums[0], left, 0);
+        right.multiply(sums[1], left, 1);
+    }
+};
 
 // The state of a warp as the left operand of its products, with the columns' powers taken out.
 struct RoundedState {
     static constexpr bool IS_KEPT = KEY_HEAD_DIM * OPERANDS <= 128;  // or made again for each product
     LeftOperand<OPERANDS> steps[IS_KEPT ? KEY_HEAD_DIM / 16 : 1];
-    float scales[2];
 
     __device__ __forceinline__ RoundedState(const ColumnState& state, const ColumnPowers (&powers)[2]) {
-        scales[0] = whole_power(-powers[0].sums);
-        scales[1] = whole_power(-powers[1].sums);
         if constexpr (IS_KEPT) {
             #pragma unroll
-            for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) round(steps[step], state, step);
+            for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) round(step, state, powers);
         }
     }
 
-    __device__ __forceinline__ void round(LeftOperand<OPERANDS>& left, const ColumnState& state, int step) const {
+    __device__ __forceinline__ LeftOperand<OPERANDS>& round(
+        int step, const ColumnState& state, const ColumnPowers (&powers)[2]) {
+        LeftOperand<OPERANDS>& left = steps[IS_KEPT ? step : 0];
         #pragma unroll
         for (int word = 0; word < 4; ++word) {
             const float(&sums)[4] = state.sums[2 * step + word / 2];
-            left.set(word, sums[word % 2 * 2] * scales[word % 2], sums[word % 2 * 2 + 1] * scales[word % 2]);
+            const float scale = whole_power(-powers[word % 2].sums);
+            left.set(word, sums[word % 2 * 2] * scale, sums[word % 2 * 2 + 1] * scale);
         }
+        return left;
     }
 
-    // K S or Q S, transposed, of the tokens from `first` on.
+    // For the tokens from `first` on.
+    template <typename... Products>
     __device__ __forceinline__ void multiply(
-        SomeSums& sums, const ColumnState& state, const unsigned char* tiles, int first) {
-        #pragma unroll
-        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[tile][i] = 0.0f;
-        if constexpr (!IS_KEPT) {  // the compiler would keep all that it can make from the same scales
-            hold(scales[0]);
-            hold(scales[1]);
-        }
+        const ColumnState& state, const ColumnPowers (&powers)[2], int first, Products&... products) {
+        const int lane_offset = row_first_offset<KEY_ROW_BYTES>(lane_in_turn(first));
         #pragma unroll
         for (int step = 0; step < KEY_HEAD_DIM / 16; ++step) {
-            if constexpr (!IS_KEPT) round(steps[0], state, step);
-            #pragma unroll
-            for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair) {
-                RightOperands<OPERANDS> right;
-                load_rows<KEY_ROW_BYTES>(right, tiles + step / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, first + 16 * pair,
-                                         step % 4 * 2);
-                right.multiply(sums[2 * pair], steps[IS_KEPT ? step : 0], 0);
-                right.multiply(sums[2 * pair + 1], steps[IS_KEPT ? step : 0], 1);
-            }
+            const LeftOperand<OPERANDS>& left = IS_KEPT ? steps[IS_KEPT ? step : 0] : round(step, state, powers);
+            (products.add(left, first, step, lane_offset), ...);
         }
     }
 };
@@ -203,33 +228,50 @@ struct RoundedState {
 // sums += operand * tile^T for the tokens from `first` on, the tile lower triangular: solver or scores.
 __device__ __forceinline__ void multiply_triangle(
     SomeSums& sums, const ChunkOperand& operand, const unsigned char* tile, int first) {
+    const int lane_offset = row_first_offset<SCORE_ROW_BYTES>(lane_in_turn(first));
     #pragma unroll
-    for (int step = 0; step < CHUNK_LEN / 16; ++step)
-        #pragma unroll
-        for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair) {
-            if (16 * step > first + 16 * pair) continue;
-            RightOperands<OPERANDS> right;
-            load_rows<SCORE_ROW_BYTES>(right, tile, SCORE_TERM_BYTES, first + 16 * pair, 2 * step);
-            right.multiply(sums[2 * pair], operand[step], 0);
-            right.multiply(sums[2 * pair + 1], operand[step], 1);
-        }
+    for (int step = 0; step < CHUNK_LEN / 16; ++step) {
+        if (16 * step > first) break;
+        RightOperands<OPERANDS> right;
+        load_rows<SCORE_ROW_BYTES>(right, tile, SCORE_TERM_BYTES, first, 2 * step, lane_offset);
+        right.multiply(sums[0], operand[step], 0);
+        right.multiply(sums[1], operand[step], 1);
+    }
 }
 
-// Call visit(token, half, sum) for what a lane holds.
-template <int TILES, typename Visit>
-__device__ __forceinline__ void for_each_token(float (&sums)[TILES][4], const Visit& visit) {
+// Calls visit(token, half, sum) for what a lane holds.
+template <typename Visit>
+__device__ __forceinline__ void for_each_token(SomeSums& sums, const Visit& visit) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
+    for (int tile = 0; tile < 2; ++tile)
         #pragma unroll
         for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
 }
 
-// The part of an operand for the tokens from `first` on.
+// The part of an operand for the tokens from `first` on. Registers have no index, so each asks whether it is the one.
 __device__ __forceinline__ void set_operand(ChunkOperand& operand, const SomeSums& sums, int first) {
+    LeftOperand<OPERANDS> part;
+    part.set(sums[0], sums[1]);
     #pragma unroll
-    for (int pair = 0; pair < PAIRS_AT_ONCE; ++pair)
-        operand[first / 16 + pair].set(sums[2 * pair], sums[2 * pair + 1]);
+    for (int step = 0; step < CHUNK_LEN / 16; ++step)
+        #pragma unroll
+        for (int i = 0; i < 4 * OPERANDS; ++i) {
+            unsigned int& word = operand[step].words[i / 4][i % 4];
+            word = first == 16 * step ? part.words[i / 4][i % 4] : word;
+        }
+}
+
+__device__ __forceinline__ LeftOperand<OPERANDS> part_of(const ChunkOperand& operand, int first) {
+    LeftOperand<OPERANDS> part = operand[0];
+    #pragma unroll
+    for (int step = 1; step < CHUNK_LEN / 16; ++step)
+        #pragma unroll
+        for (int i = 0; i < 4 * OPERANDS; ++i) {
+            unsigned int& word = part.words[i / 4][i % 4];
+            word = first == 16 * step ? operand[step].words[i / 4][i % 4] : word;
+        }
+    return part;
 }
 
 struct ChunkTokens {
@@ -243,16 +285,19 @@ struct ChunkTokens {
 };
 
 // Calls visit(token, half, value) for a lane's values of TILES tiles of tokens from `first` on; 0 beyond the chunk. One
-// pointer moves along the tokens: addresses of their own would take more registers than there are.
-template <int TILES, typename Visit>
+// pointer moves along the tokens: addresses of their own would take more registers than there are. UNROLLED: how many of the
+// tiles are read without waiting.
+template <int TILES, int UNROLLED = TILES, typename Visit>
 __device__ __forceinline__ void for_each_value(const ChunkTokens& tokens, int first, const Visit& visit) {
     int token = first + static_cast<int>(threadIdx.x) % 4 * 2;
     const WORK_TYPE* source = tokens.value + token * tokens.value_token_stride;
-    #pragma unroll
+    long long channel_stride = tokens.value_channel_stride;
+    if (!IS_PACKED) hold_in_turn(channel_stride, first);
+    #pragma unroll UNROLLED
     for (int tile = 0; tile < TILES; ++tile) {
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const long long offset = i % 2 * tokens.value_token_stride + i / 2 * 8 * tokens.value_channel_stride;
+            const long long offset = i % 2 * tokens.value_token_stride + i / 2 * 8 * channel_stride;
             visit(token + i % 2, i / 2, token + i % 2 < tokens.length ? to_float(source[offset]) : 0.0f, 4 * tile + i);
         }
         token += 8;
@@ -267,11 +312,11 @@ struct ColumnValues {
     int first_bad[2];
 
     __device__ __forceinline__ ColumnValues(const ChunkTokens& tokens, ColumnState& state, int num_good) {
-        find_largest(tokens, CHUNK_LEN, CHUNK_LEN);
+        find_largest<TOKEN_TILES>(tokens, CHUNK_LEN, CHUNK_LEN);
         first_bad[0] = state.is_bad[0] ? 0 : num_good;
         first_bad[1] = state.is_bad[1] ? 0 : num_good;
         if (!__any_sync(0xFFFFFFFFu, !is_finite(largest.first) || !is_finite(largest.second) || num_good < CHUNK_LEN)) return;
-        for_each_value<TOKEN_TILES>(tokens, 0, [&](int token, int half, float value, int) {
+        for_each_value<TOKEN_TILES, 1>(tokens, 0, [&](int token, int half, float value, int) {
             if (!is_finite(value)) first_bad[half] = min(first_bad[half], token);
         });
         #pragma unroll
@@ -281,13 +326,14 @@ struct ColumnValues {
                 first_bad[half] = min(first_bad[half], __shfl_xor_sync(0xFFFFFFFFu, first_bad[half], distance));
             state.is_bad[half] = first_bad[half] < CHUNK_LEN;
         }
-        find_largest(tokens, first_bad[0], first_bad[1]);
+        find_largest<1>(tokens, first_bad[0], first_bad[1]);
     }
 
     // Of the tokens before these ends. Bits that are infinite or NaN count as the largest of all.
+    template <int UNROLLED>
     __device__ __forceinline__ void find_largest(const ChunkTokens& tokens, int first_end, int second_end) {
         unsigned int bits[2] = {0, 0};
-        for_each_value<TOKEN_TILES>(tokens, 0, [&](int token, int half, float value, int) {
+        for_each_value<TOKEN_TILES, UNROLLED>(tokens, 0, [&](int token, int half, float value, int) {
             if (token < (half == 0 ? first_end : second_end)) bits[half] = max(bits[half], __float_as_uint(value) & 0x7FFFFFFFu);
         });
         largest = largest_across_lanes(bits[0], bits[1]);
@@ -298,11 +344,13 @@ struct ColumnValues {
 __device__ __forceinline__ void store_readout(const SomeSums& readout, const ChunkTokens& tokens, int first) {
     int token = first + static_cast<int>(threadIdx.x) % 4 * 2;
     OUT_TYPE* target = tokens.out + token * tokens.out_token_stride;
+    long long channel_stride = tokens.out_channel_stride;
+    if (!IS_PACKED) hold_in_turn(channel_stride, first);
     #pragma unroll
-    for (int tile = 0; tile < TILES_AT_ONCE; ++tile) {
+    for (int tile = 0; tile < 2; ++tile) {
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const long long offset = i % 2 * tokens.out_token_stride + i / 2 * 8 * tokens.out_channel_stride;
+            const long long offset = i % 2 * tokens.out_token_stride + i / 2 * 8 * channel_stride;
             if (token + i % 2 < tokens.length) from_float(readout[tile][i], target[offset]);
         }
         token += 8;
@@ -311,8 +359,91 @@ __device__ __forceinline__ void store_readout(const SomeSums& readout, const Chu
     }
 }
 
+// R of the tokens from `first` on. sums: K S.
+__device__ __forceinline__ void set_remainders(
+    ChunkOperand& remainders, SomeSums& sums, const ChunkTokens& tokens, const ColumnValues& values,
+    const ColumnPowers (&powers)[2], const ChunkScalars& scalars, int first) {
+    const float memory_scales[2] = {powers[0].memory_scale(), powers[1].memory_scale()};
+    const float value_scales[2] = {whole_power(-powers[0].values), whole_power(-powers[1].values)};
+    for_each_token(sums, [&](int token, int half, float& sum) {
+        sum *= memory_scales[half] * scalars.decayed_key[first + token];
+    });
+    for_each_value<2>(tokens, first, [&](int token, int half, float value, int i) {
+        const float counted = token < values.first_bad[half] ? value : 0.0f;
+        sums[i / 4][i % 4] = fmaf(counted, value_scales[half], sums[i / 4][i % 4]);
+    });
+    set_operand(remainders, sums, first);
+}
+
+// V' = T R of the tokens from `first` on, and what the state takes of it.
+__device__ __forceinline__ void set_deltas(
+    ChunkOperand& deltas, ChunkOperand& updates, const ChunkOperand& remainders, const Stage& stage, int first) {
+    const ChunkScalars& scalars = stage.scalars();
+    SomeSums sums;
+    clear(sums);
+    multiply_triangle(sums, remainders, stage.solver(), first);
+    set_operand(deltas, sums, first);
+    const float update_unit = whole_power(-scalars.update_power);
+    for_each_token(sums, [&](int token, int, float& sum) { sum *= scalars.update[first + token] * update_unit; });
+    set_operand(updates, sums, first);
+}
+
+// Finish and store the readout of the tokens from `first` on. sums: Q S.
+__device__ __forceinline__ void make_readout(
+    SomeSums& sums, const ChunkOperand& deltas, const ChunkTokens& tokens, const ColumnValues& values,
+    const ColumnPowers (&powers)[2], const Stage& stage, int first) {
+    const ChunkScalars& scalars = stage.scalars();
+    const float memory_scales[2] = {powers[0].memory_scale(), powers[1].memory_scale()};
+    const float out_scales[2] = {whole_power(powers[0].values), whole_power(powers[1].values)};
+    for_each_token(sums, [&](int token, int half, float& sum) {
+        sum *= scalars.decayed[first + token] * memory_scales[half];
+    });
+    multiply_triangle(sums, deltas, stage.scores(), first);
+    for_each_token(sums, [&](int token, int half, float& sum) {
+        sum *= scalars.query[first + token] * out_scales[half];
+        if (first + token >= values.first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
+    });
+    store_readout(sums, tokens, first);
+}
+
+// S behind the chunk. What it holds is in units of the updates' operand from then on.
+__device__ __forceinline__ void update_state(
+    ColumnState& state, const ChunkOperand& updates, const ColumnPowers (&powers)[2], const Stage& stage) {
+    const ChunkScalars& scalars = stage.scalars();
+    float decays[2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int power = powers[half].values + scalars.update_power;
+        decays[half] = scalars.decay * whole_power(powers[half].state - powers[half].sums - power);
+        state.power[half] = power;
+    }
+    state.for_each([&](int, int half, float& sum) { sum *= decays[half]; });
+    #pragma unroll 1
+    for (int first = 0; first < CHUNK_LEN; first += 16) {
+        const LeftOperand<OPERANDS> part = part_of(updates, first);
+        const int lane_offset = column_first_offset<KEY_ROW_BYTES>(lane_in_turn(first));
+        #pragma unroll
+        for (int pair = 0; pair < KEY_TILES / 2; ++pair) {
+            RightOperands<OPERANDS> right;
+            load_block<KEY_ROW_BYTES>(right, stage.keys() + pair / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, first, pair % 4 * 2,
+                                      lane_offset);
+            right.multiply(state.sums[2 * pair], part, 0);
+            right.multiply(state.sums[2 * pair + 1], part, 1);
+        }
+    }
+}
+
+// Calls visit(first, powers) for 16 tokens after the other. Not unrolled: what one turn needs beside the state and the
+// operands is a few registers, of all together it would be more than there are.
+template <typename Visit>
+__device__ __forceinline__ void for_each_turn(const ColumnPowers (&powers)[2], const Visit& visit) {
+    #pragma unroll 1
+    for (int first = 0; first < CHUNK_LEN; first += 16) visit(first, {powers[0].in_turn(first), powers[1].in_turn(first)});
+}
+
 // Run one chunk: its readout, and the state behind it.
 __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens& tokens, const Stage& stage) {
+    using PowersInTurn = const ColumnPowers(&)[2];
     const ChunkScalars& scalars = stage.scalars();
     const ColumnPair largest_sum = largest_of(state.sums);
     const ColumnValues values(tokens, state, scalars.num_good);
@@ -321,77 +452,47 @@ __device__ __forceinline__ void run_chunk(ColumnState& state, const ChunkTokens&
         column_powers(largest_sum.first, state.power[0], values.largest.first, largest_decay),
         column_powers(largest_sum.second, state.power[1], values.largest.second, largest_decay)};
     RoundedState rounded(state, powers);
-
-    // R, then V' = T R
-    const float memory_scales[2] = {whole_power(powers[0].state - powers[0].values),
-                                    whole_power(powers[1].state - powers[1].values)};
-    const float value_scales[2] = {whole_power(-powers[0].values), whole_power(-powers[1].values)};
-    ChunkOperand operand;
-    SomeSums sums;
-    #pragma unroll
-    for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
-        rounded.multiply(sums, state, stage.keys(), first);
-        for_each_token(sums, [&](int token, int half, float& sum) {
-            sum *= memory_scales[half] * scalars.decayed_key[first + token];
+    ChunkOperand deltas = {}, updates = {};
+    if constexpr (RoundedState::IS_KEPT) {  // products of keys and queries side by side keep tensor cores busy
+        ChunkOperand remainders = {};
+        for_each_turn(powers, [&](int first, PowersInTurn in_turn) {
+            StateProduct keys(stage.keys()), queries(stage.queries());
+            rounded.multiply(state, in_turn, first, keys, queries);
+            set_remainders(remainders, keys.sums, tokens, values, in_turn, scalars, first);
+            set_deltas(deltas, updates, remainders, stage, first);
+            make_readout(queries.sums, deltas, tokens, values, in_turn, stage, first);
         });
-        for_each_value<TILES_AT_ONCE>(tokens, first, [&](int token, int half, float value, int i) {
-            const float counted = token < values.first_bad[half] ? value : 0.0f;
-            sums[i / 4][i % 4] = fmaf(counted, value_scales[half], sums[i / 4][i % 4]);
+    } else {  // and so much at once would be too much
+        for_each_turn(powers, [&](int first, PowersInTurn in_turn) {
+            StateProduct keys(stage.keys());
+            rounded.multiply(state, in_turn, first, keys);
+            set_remainders(deltas, keys.sums, tokens, values, in_turn, scalars, first);
         });
-        set_operand(operand, sums, first);
-    }
-    const float update_unit = whole_power(-scalars.update_power);
-    ChunkOperand deltas, updates;
-    #pragma unroll
-    for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
-        #pragma unroll
-        for (int tile = 0; tile < TILES_AT_ONCE; ++tile)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[tile][i] = 0.0f;
-        multiply_triangle(sums, operand, stage.solver(), first);
-        set_operand(deltas, sums, first);
-        for_each_token(sums, [&](int token, int, float& sum) { sum *= scalars.update[first + token] * update_unit; });
-        set_operand(updates, sums, first);
-    }
-
-    // The readout
-    const float out_scales[2] = {whole_power(powers[0].values), whole_power(powers[1].values)};
-    #pragma unroll
-    for (int first = 0; first < CHUNK_LEN; first += 8 * TILES_AT_ONCE) {
-        rounded.multiply(sums, state, stage.queries(), first);
-        for_each_token(sums, [&](int token, int half, float& sum) {
-            sum *= scalars.decayed[first + token] * memory_scales[half];
+        for_each_turn(powers, [&](int turn, PowersInTurn) {  // the last tokens first, so that V' can take the place of R
+            set_deltas(deltas, updates, deltas, stage, CHUNK_LEN - 16 - turn);
         });
-        multiply_triangle(sums, deltas, stage.scores(), first);
-        for_each_token(sums, [&](int token, int half, float& sum) {
-            sum *= scalars.query[first + token] * out_scales[half];
-            if (first + token >= values.first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
+        for_each_turn(powers, [&](int first, PowersInTurn in_turn) {
+            StateProduct queries(stage.queries());
+            rounded.multiply(state, in_turn, first, queries);
+            make_readout(queries.sums, deltas, tokens, values, in_turn, stage, first);
         });
-        store_readout(sums, tokens, first);
     }
-
-    // The state: what it holds is in units of the deltas' operand from here on.
-    float decays[2];
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int power = powers[half].values + scalars.update_power;
-        decays[half] = scalars.decay * whole_power(state.power[half] - power);
-        state.power[half] = power;
-    }
-    state.for_each([&](int, int half, float& sum) { sum *= decays[half]; });
-    #pragma unroll
-    for (int step = 0; step < CHUNK_LEN / 16; ++step)
-        #pragma unroll
-        for (int pair = 0; pair < KEY_TILES / 2; ++pair) {
-            RightOperands<OPERANDS> right;
-            load_block<KEY_ROW_BYTES>(right, stage.keys() + pair / 4 * KEY_TILE_BYTES, KEY_TERM_BYTES, 16 * step,
-                                      pair % 4 * 2);
-            right.multiply(state.sums[2 * pair], updates[step], 0);
-            right.multiply(state.sums[2 * pair + 1], updates[step], 1);
-        }
+    update_state(state, updates, powers, stage);
 }
 
-// ---- A piece of a row ----
+// ---- A piece of a row, for 64 or 32 columns of a value head ----
+
+// Which of the 16 columns of a value head a warp has, as one of the items that blocks share.
+struct WalkColumns {
+    unsigned int value_head;
+    unsigned int column;  // the lane's first
+
+    // The lane's first key and column of a state.
+    __device__ __forceinline__ long long state_offset() const {
+        const unsigned int key = threadIdx.x % 4 * 2;
+        return (static_cast<long long>(value_head) * KEY_HEAD_DIM + key) * VALUE_HEAD_DIM + column;
+    }
+};
 
 struct Walk {
     const WORK_TYPE* qkv_conv_output;
@@ -404,63 +505,99 @@ struct Walk {
     long long out_channel_stride;
     const float* carry_in;
     float* carry_out;
+    ChunkPlan plan;
     ChunkSlab slab;
-    SlabPieces pieces;
+    int first_place;  // of the slab
+    int slab_chunks;
+    int rows_at_once;
+
+    __device__ __forceinline__ unsigned int value_heads() const {
+        return static_cast<unsigned int>(slab.num_key_heads * slab.group_size);
+    }
+    __device__ __forceinline__ SlabPieces pieces() const { return {plan, first_place, slab_chunks, rows_at_once}; }
+    // Of all blocks. Each has a part of a state in memory to itself, so 31 bits count them.
+    __device__ __forceinline__ unsigned int num_items() const { return pieces().num_pieces * value_heads() * NUM_TILES; }
+    __device__ __forceinline__ RowPiece piece(unsigned int item) const {
+        return pieces().piece(plan, item / NUM_TILES / value_heads());
+    }
+    __device__ __forceinline__ WalkColumns columns(unsigned int item) const {
+        const unsigned int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        return {item / NUM_TILES % value_heads(), item % NUM_TILES * TILE_COLUMNS + warp * 16 + lane / 4};
+    }
+
+    __device__ __forceinline__ STATE_TYPE* pooled(unsigned int slot, const WalkColumns& columns) const {
+        return recurrent_state + static_cast<long long>(slot) * state_slot_stride + columns.state_offset();
+    }
+    // From the start of a carry.
+    __device__ __forceinline__ long long carried(unsigned int row, const WalkColumns& columns) const {
+        const long long place = row % static_cast<unsigned int>(rows_at_once);
+        return place * value_heads() * KEY_HEAD_DIM * VALUE_HEAD_DIM + columns.state_offset();
+    }
+    __device__ __forceinline__ ChunkTokens tokens(unsigned int chunk, const WalkColumns& columns) const {
+        const long long token = plan.chunk(chunk).token;
+        const long long channel = static_cast<long long>(columns.value_head) * VALUE_HEAD_DIM + columns.column;
+        const long long value_channel = 2 * slab.num_key_heads * KEY_HEAD_DIM + channel;
+        return {qkv_conv_output + token * qkv_token_stride + value_channel * qkv_channel_stride,
+                qkv_token_stride,
+                qkv_channel_stride,
+                out + token * out_token_stride + channel * out_channel_stride,
+                out_token_stride,
+                out_channel_stride,
+                static_cast<int>(plan.chunk(chunk).length)};
+    }
+
+    // For what is read of the plan in one place, so that it takes no registers in others: chunks need them all.
+    __device__ __forceinline__ Walk in_turn(unsigned int turn) const {
+        Walk held = *this;
+        hold_pointer(held.plan.entries);
+        hold_in_turn(held.first_place, static_cast<int>(turn));
+        hold_in_turn(held.slab_chunks, static_cast<int>(turn));
+        return held;
+    }
 };
 
-__device__ __forceinline__ void walk_piece(
-    const Walk& walk, const ChunkPlan& plan, const RowPiece& piece, long long value_head, int tile, unsigned char* shared) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int column = tile * TILE_COLUMNS + static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
-    const long long key_head = value_head / walk.slab.group_size;
-    const long long head_offset = (value_head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
-    const long long channel = value_head * VALUE_HEAD_DIM + column;
-    const long long value_channel = 2 * walk.slab.num_key_heads * KEY_HEAD_DIM + channel;
-    STATE_TYPE* const pool = walk.recurrent_state + static_cast<long long>(piece.slot) * walk.state_slot_stride + head_offset;
-    const long long num_value_heads = walk.slab.num_key_heads * walk.slab.group_size;
-    const long long carried =
-        walk.pieces.carried(piece) * num_value_heads * KEY_HEAD_DIM * VALUE_HEAD_DIM + head_offset;
+__device__ __forceinline__ void walk_chunks(
+    ColumnState& state, const Walk& walk, const RowPiece& piece, const WalkColumns& columns, unsigned char* shared) {
     const auto stage = [&](unsigned int chunk) { return Stage{shared + (chunk % WALK_STAGES) * STAGE_BYTES}; };
     const auto start = [&](unsigned int chunk) {
-        const long long in_slab = plan.chunk(chunk).place - walk.pieces.begin;
-        stage(chunk).start_copies(walk.slab.key_head(in_slab, key_head), walk.slab.value_head(in_slab, value_head));
+        const long long in_slab = walk.plan.chunk(chunk).place - static_cast<unsigned int>(walk.first_place);
+        const unsigned int key_head = columns.value_head / static_cast<unsigned int>(walk.slab.group_size);
+        stage(chunk).start_copies(walk.slab.key_head(in_slab, key_head), walk.slab.value_head(in_slab, columns.value_head));
     };
-
     __syncthreads();  // all are done with what the shared memory held
     start(piece.begin);
-    ColumnState state;
     if (!HAS_CARRIES || piece.is_first) {
-        state.load(pool);
+        state.load(walk.pooled(piece.slot, columns));
     } else {
-        state.load(walk.carry_in + carried);
+        state.load(walk.carry_in + walk.carried(piece.row, columns));
     }
     for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
         wait_for_copies();
         __syncthreads();
         if (WALK_STAGES == 2 && chunk + 1 < piece.end) start(chunk + 1);
-        const long long token = plan.chunk(chunk).token;
-        const ChunkTokens tokens = {
-            walk.qkv_conv_output + token * walk.qkv_token_stride + value_channel * walk.qkv_channel_stride,
-            walk.qkv_token_stride,
-            walk.qkv_channel_stride,
-            walk.out + token * walk.out_token_stride + channel * walk.out_channel_stride,
-            walk.out_token_stride,
-            walk.out_channel_stride,
-            static_cast<int>(plan.chunk(chunk).length)};
-        run_chunk(state, tokens, stage(chunk));
+        run_chunk(state, walk.tokens(chunk, columns), stage(chunk));
         if (WALK_STAGES == 1 && chunk + 1 < piece.end) {
             __syncthreads();
             start(chunk + 1);
         }
     }
-    if (!HAS_CARRIES || piece.is_last) {
-        state.store(pool);
+}
+
+// Where the state of an item goes is found again, not kept: while chunks are walked they need all registers.
+__device__ __forceinline__ void store_state(
+    ColumnState& state, const Walk& walk, unsigned int item, unsigned int row, unsigned int end) {
+    int held_item = static_cast<int>(item);
+    hold_in_turn(held_item, static_cast<int>(end));
+    const WalkColumns columns = walk.columns(static_cast<unsigned int>(held_item));
+    const PlannedRow planned = walk.in_turn(end).plan.row(row);
+    if (!HAS_CARRIES || end == planned.end_chunk) {
+        state.store(walk.pooled(planned.slot, columns));
     } else {
-        state.store(walk.carry_out + carried);
+        state.store(walk.carry_out + walk.carried(row, columns));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_walk(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) gated_delta_chunk_walk(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
@@ -468,17 +605,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gated_delta_chunk_walk
     const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
     long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
     unsigned char* const shared = launch_shared_memory<SHARED_BYTES>();
-    const ChunkPlan plan = {chunk_plan, max_chunks};
-    const SlabPieces pieces(plan, first_place, slab_chunks, rows_at_once);
-    const Walk walk = {qkv_conv_output, qkv_token_stride, qkv_channel_stride, recurrent_state, state_slot_stride,
-                       out, out_token_stride, out_channel_stride, carry_in, carry_out,
-                       {slab, num_key_heads, group_size}, pieces};
-    const unsigned int tiles_of_piece = static_cast<unsigned int>(num_key_heads * group_size * NUM_TILES);
-    const unsigned long long num_items = static_cast<unsigned long long>(pieces.num_pieces) * tiles_of_piece;
-    for (unsigned long long item = blockIdx.x; item < num_items; item += gridDim.x) {
-        const unsigned int tile = static_cast<unsigned int>(item % tiles_of_piece);
-        const RowPiece piece = pieces.piece(plan, static_cast<unsigned int>(item / tiles_of_piece));
-        if (piece.begin < piece.end)
-            walk_piece(walk, plan, piece, tile / NUM_TILES, static_cast<int>(tile % NUM_TILES), shared);
+    const Walk walk = {qkv_conv_output, qkv_token_stride, IS_PACKED ? 1 : qkv_channel_stride, recurrent_state,
+                       state_slot_stride, out, out_token_stride, IS_PACKED ? 1 : out_channel_stride, carry_in, carry_out,
+                       {chunk_plan, max_chunks}, {slab, num_key_heads, group_size}, static_cast<int>(first_place),
+                       static_cast<int>(slab_chunks), static_cast<int>(rows_at_once)};
+    for (unsigned int item = blockIdx.x; item < walk.in_turn(item).num_items(); item += gridDim.x) {
+        const RowPiece piece = walk.in_turn(item).piece(item);
+        if (piece.begin >= piece.end) continue;
+        ColumnState state;
+        walk_chunks(state, walk, piece, walk.columns(item), shared);
+        store_state(state, walk, item, piece.row, piece.end);
     }
 }

@@ -113,50 +113,55 @@ __device__ __forceinline__ int tile_offset(int row, int piece) {
     return row * ROW_BYTES + (piece ^ (row * ROW_BYTES / 128 & (ROW_BYTES / 16 - 1))) * 16;
 }
 
-// Where a lane finds its row of the four matrices of an operand that begins at `row`, a multiple of 8, and `piece`, an even
-// one: row by row of matrices, or column by column. What depends on the lane is the same for all operands of a tile.
+// Where a lane finds its row of the four matrices of an operand that begins at the start of a tile: row by row of matrices,
+// or column by column. An operand that begins at `row`, a multiple of 8, and `piece`, an even one, lies operand_offset on.
 template <int ROW_BYTES>
-__device__ __forceinline__ int row_first_offset(int row, int piece) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    return row * ROW_BYTES + (tile_offset<ROW_BYTES>(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ piece * 16);
+__device__ __forceinline__ int row_first_offset(int lane = static_cast<int>(threadIdx.x) % 32) {
+    return tile_offset<ROW_BYTES>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 template <int ROW_BYTES>
-__device__ __forceinline__ int column_first_offset(int row, int piece) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    return row * ROW_BYTES + (tile_offset<ROW_BYTES>(lane % 16, lane / 16) ^ piece * 16);
+__device__ __forceinline__ int column_first_offset(int lane = static_cast<int>(threadIdx.x) % 32) {
+    return tile_offset<ROW_BYTES>(lane % 16, lane / 16);
+}
+template <int ROW_BYTES>
+__device__ __forceinline__ int operand_offset(int lane_offset, int row, int piece) {
+    return row * ROW_BYTES + (lane_offset ^ piece * 16);
 }
 
 // The right operands whose columns are 16 rows of a tile, or that are 16 rows of a tile. Each term has a tile, `term_bytes`
 // apart.
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_rows(
-    RightOperands<TERMS>& right, const unsigned char* tile, int term_bytes, int row, int piece) {
+    RightOperands<TERMS>& right, const unsigned char* tile, int term_bytes, int row, int piece,
+    int lane_offset = row_first_offset<ROW_BYTES>()) {
     #pragma unroll
     for (int term = 0; term < TERMS; ++term)
-        load_matrices(right.words[term], tile + term * term_bytes + row_first_offset<ROW_BYTES>(row, piece));
+        load_matrices(right.words[term], tile + term * term_bytes + operand_offset<ROW_BYTES>(lane_offset, row, piece));
 }
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_block(
-    RightOperands<TERMS>& right, const unsigned char* tile, int term_bytes, int row, int piece) {
+    RightOperands<TERMS>& right, const unsigned char* tile, int term_bytes, int row, int piece,
+    int lane_offset = column_first_offset<ROW_BYTES>()) {
     #pragma unroll
     for (int term = 0; term < TERMS; ++term)
-        load_matrices_transposed(right.words[term], tile + term * term_bytes + column_first_offset<ROW_BYTES>(row, piece));
+        load_matrices_transposed(
+            right.words[term], tile + term * term_bytes + operand_offset<ROW_BYTES>(lane_offset, row, piece));
 }
 
 // The left operands of the same.
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_rows(
     LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece) {
+    const int offset = operand_offset<ROW_BYTES>(row_first_offset<ROW_BYTES>(), row, piece);
     #pragma unroll
-    for (int term = 0; term < TERMS; ++term)
-        load_matrices_transposed(left.words[term], tile + term * term_bytes + row_first_offset<ROW_BYTES>(row, piece));
+    for (int term = 0; term < TERMS; ++term) load_matrices_transposed(left.words[term], tile + term * term_bytes + offset);
 }
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_block(
     LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece) {
+    const int offset = operand_offset<ROW_BYTES>(column_first_offset<ROW_BYTES>(), row, piece);
     #pragma unroll
-    for (int term = 0; term < TERMS; ++term)
-        load_matrices(left.words[term], tile + term * term_bytes + column_first_offset<ROW_BYTES>(row, piece));
+    for (int term = 0; term < TERMS; ++term) load_matrices(left.words[term], tile + term * term_bytes + offset);
 }
 
 // ---- Exact powers of two ----

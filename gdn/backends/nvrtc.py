@@ -32,6 +32,7 @@ class CompileReport:
     spill_bytes: int
     stack_bytes: int
     shared_bytes: int
+    serialized: int = 0  # times that it says why asynchronous products of matrices are not, as C75xx
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +110,5 @@ def _report(variant: Variant, log: str) -> CompileReport:
         spill_bytes=int(stack[2]) + int(stack[3]),
         stack_bytes=int(stack[1]),
         shared_bytes=int(shared[1]) if shared else 0,
+        serialized=len(re.findall(r"\bC75\d\d\b", log)),
     )

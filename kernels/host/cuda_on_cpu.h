@@ -155,6 +155,8 @@ inline float reciprocal_square_root(float value) { return 1.0f / sqrtf(value); }
 
 inline void hold(float&) {}
 template <typename Value>
+void hold_in_turn(Value&, int) {}
+template <typename Value>
 void hold_pointer(Value*&) {}
 
 inline float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }

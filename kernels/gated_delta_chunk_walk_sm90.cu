@@ -46,9 +46,11 @@ constexpr int BARRIERS_OFFSET = OUT_OFFSET + WARPGROUPS * OUT_BYTES;
 static_assert(OPERANDS == 1 && CHUNK_LEN == 64 && sizeof(WORK_TYPE) == 2, "what products of a warpgroup take");
 static_assert(KEY_HEAD_DIM == 64 || KEY_HEAD_DIM == 128, "KEY_HEAD_DIM");
 
+// What the roles have in common in shared memory.
 struct Barriers {
     CopyBarrier full[WALK_STAGES];   // a stage holds its chunk
     CopyBarrier empty[WALK_STAGES];  // ... and is no longer needed
+    SlabPieces pieces;               // the same for all, who have few registers
 };
 static_assert(BARRIERS_OFFSET + sizeof(Barriers) <= SHARED_BYTES, "SHARED_BYTES");
 
@@ -99,14 +101,14 @@ struct Walk {
     float* carry_out;
     ChunkSlab slab;
     ChunkPlan plan;
-    SlabPieces pieces;
 
+    __device__ __forceinline__ const SlabPieces& pieces() const { return barriers().pieces; }
     __device__ __forceinline__ unsigned int num_value_heads() const {
         return static_cast<unsigned int>(slab.num_key_heads * slab.group_size);
     }
     __device__ __forceinline__ unsigned int tiles_of_piece() const { return num_value_heads() * NUM_TILES; }
 
-    __device__ __forceinline__ unsigned int num_items() const { return pieces.num_pieces * tiles_of_piece(); }
+    __device__ __forceinline__ unsigned int num_items() const { return pieces().num_pieces * tiles_of_piece(); }
 
     // Ask for the state that a piece begins with, where it lies in one piece: loaders are ahead of walkers, which ask for it
     // when they need it.
@@ -121,7 +123,7 @@ struct Walk {
     __device__ __forceinline__ void for_each_item(const Visit& visit) const {
         for (unsigned int item = blockIdx.x; item < num_items(); item += gridDim.x) {
             const unsigned int tile = item % tiles_of_piece();
-            const RowPiece piece = pieces.piece(plan, item / tiles_of_piece());
+            const RowPiece piece = pieces().piece(plan, item / tiles_of_piece());
             if (piece.begin < piece.end)
                 visit(piece, static_cast<long long>(tile / NUM_TILES), static_cast<int>(tile % NUM_TILES) * TILE_COLUMNS);
         }
@@ -138,7 +140,7 @@ __device__ __forceinline__ void start_value_copies(
     source += row * token_stride;
     target += row * VALUE_PITCH + static_cast<int>(threadIdx.x) % 8 * 16;
     const WORK_TYPE* const first = source - row * token_stride;
-    #pragma unroll
+    #pragma unroll 8
     for (int step = 0; step < CHUNK_LEN / 4; ++step) {
         const bool is_there = 4 * step + row < length;
         start_copy_16_or_zeros(target + 4 * step * VALUE_PITCH, is_there ? source : first, is_there);
@@ -151,20 +153,21 @@ __device__ __forceinline__ void load_chunks(const Walk& walk, int group) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Turn turn;
     walk.for_each_item([&](const RowPiece& piece, long long head, int column) {
-        const long long key_head = static_cast<unsigned int>(head) / static_cast<unsigned int>(walk.slab.group_size);
         const WORK_TYPE* const values = walk.qkv_conv_output + 2 * walk.slab.num_key_heads * KEY_HEAD_DIM +
                                         head * VALUE_HEAD_DIM + column + group * 64 + lane % 8 * 8;
         if (group == 0 && lane == 0 && (piece.is_first || !HAS_CARRIES)) walk.prefetch_state(piece, head);
         PlannedChunk next = walk.plan.chunk(piece.begin);
         for (unsigned int chunk = piece.begin; chunk < piece.end; ++chunk) {
             const WORK_TYPE* const source = values + next.token * walk.qkv_token_stride;
-            const unsigned int in_slab = next.place - walk.pieces.begin;
+            const unsigned int in_slab = next.place - walk.pieces().begin;
             const int length = static_cast<int>(next.length);
             if (chunk + 1 < piece.end) next = walk.plan.chunk(chunk + 1);  // asked for before anything is waited for
             wait_for_round(barriers().empty[turn.stage], turn.parity ^ 1);
             CopyBarrier& full = barriers().full[turn.stage];
             unsigned char* const stage = stage_of(turn);
             if (group == 0 && lane == 0) {
+                const unsigned int key_head =
+                    static_cast<unsigned int>(head) / static_cast<unsigned int>(walk.slab.group_size);
                 expect_bytes(full, KEY_HEAD_BYTES + VALUE_HEAD_BYTES);
                 start_bulk_copy(stage, walk.slab.key_head(in_slab, key_head), KEY_HEAD_BYTES, full);
                 start_bulk_copy(stage + KEY_HEAD_BYTES, walk.slab.value_head(in_slab, head), VALUE_HEAD_BYTES, full);
@@ -197,7 +200,7 @@ __device__ __forceinline__ void store_readouts(const Walk& walk, int group) {
             const int length = static_cast<int>(own.length);
             announce(free_barrier(group), READOUT_THREADS);
             wait_for_all(staged_barrier(group), READOUT_THREADS);
-            #pragma unroll
+            #pragma unroll 4
             for (int step = 0; step < CHUNK_LEN / ROWS_AT_ONCE; ++step) {
                 if (step * ROWS_AT_ONCE + row < length)
                     *reinterpret_cast<uint4*>(target) =
@@ -627,7 +630,7 @@ __device__ __forceinline__ void walk_piece(
     State state;
     Columns columns;
     const long long carried =
-        walk.pieces.carried(piece) * walk.num_value_heads() * KEY_HEAD_DIM * VALUE_HEAD_DIM + offset;
+        walk.pieces().carried(piece) * walk.num_value_heads() * KEY_HEAD_DIM * VALUE_HEAD_DIM + offset;
     if (!HAS_CARRIES || piece.is_first) {
         load_state(state, pool, columns);
     } else {
@@ -688,9 +691,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
     const ChunkPlan plan = {chunk_plan, max_chunks};
     const Walk walk = {qkv_conv_output, qkv_token_stride, recurrent_state, state_slot_stride, out, out_token_stride,
-                       carry_in, carry_out, {slab, num_key_heads, group_size}, plan,
-                       SlabPieces(plan, first_place, slab_chunks, rows_at_once)};
+                       carry_in, carry_out, {slab, num_key_heads, group_size}, plan};
     if (threadIdx.x == 0) {
+        barriers().pieces = SlabPieces(plan, first_place, slab_chunks, rows_at_once);
         for (int stage = 0; stage < WALK_STAGES; ++stage) {
             // Who expects the bytes, and lanes with copies of their own.
             prepare_barrier_of(barriers().full[stage], 1 + 32 * WARPGROUPS);
@@ -701,7 +704,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     __syncthreads();
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp >= WALKING_WARPS) {
-        if constexpr (WARPGROUPS == 2) keep_registers<40>();
+        if constexpr (WARPGROUPS == 2) keep_registers<56>();
         const int helper = warp - WALKING_WARPS;
         if (helper < WARPGROUPS) {
             load_chunks(walk, helper);
@@ -709,7 +712,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
             store_readouts(walk, helper - WARPGROUPS);
         }
     } else {
-        if constexpr (WARPGROUPS == 2) take_registers<232>();
+        if constexpr (WARPGROUPS == 2) take_registers<224>();
         walk_chunks(walk, warp / 4);
     }
 }

@@ -17,6 +17,7 @@ _MAX_SHARED_BYTES = 227 * 1024
 _MAX_STAGES = 3
 _THREADS = {1: 192, 2: 384}
 _BARRIER_BYTES = 8
+_PIECES_BYTES = 24  # of SlabPieces, rounded up to a barrier
 
 
 def serves(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout) -> bool:
@@ -68,7 +69,7 @@ def _stages(layout: ChunkLayout, out_itemsize: int, num_warpgroups: int) -> tupl
     values = layout.chunk_len * (_COLUMNS * 2 + 16)
     readouts = layout.chunk_len * (_COLUMNS * out_itemsize + 16)
     stage = -(-(portable.stage_bytes(layout) + num_warpgroups * values) // 1024) * 1024
-    beside = num_warpgroups * readouts
+    beside = num_warpgroups * readouts + _PIECES_BYTES
     num_stages = min(_MAX_STAGES, (_MAX_SHARED_BYTES - beside) // (stage + 2 * _BARRIER_BYTES))
     return num_stages, num_stages * (stage + 2 * _BARRIER_BYTES) + beside
 

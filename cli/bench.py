@@ -10,12 +10,13 @@ import click
 
 import gdn
 from gdn.backends import BACKENDS
+from gdn.backends.chunked import ALGORITHMS
 from gdn.backends.launch import KERNEL_TYPE
 from gdn.bench.case_lists import PENDING, build_cases, named_case, named_cases, too_short_ring_lens
 from gdn.bench.cases import REGIMES, SLOT_ORDERS, BenchCase, CaseOptions
 from gdn.bench.cpu import CpuMachine
 from gdn.bench.machine import Machine
-from gdn.bench.measure import OPS, measure
+from gdn.bench.measure import measure, op_of
 from gdn.bench.peers import PEERS, load_peer
 from gdn.bench.peers.peer import Peer, PeerRefused
 from gdn.bench.traffic import Ceilings
@@ -77,6 +78,13 @@ _POSITIVE = click.IntRange(min=1)
 )
 @click.option("--lazy", is_flag=True, help="Time decode lazily too: windows of one token that stay pending.")
 @click.option("--layers", type=_POSITIVE, default=1, show_default=True, metavar="L", help="Layers of a fold.")
+@click.option(
+    "--algorithm",
+    type=click.Choice(ALGORITHMS),
+    default="recurrent",
+    show_default=True,
+    help="How a prefill is computed; chunked and auto time longer rows too.",
+)
 @click.option("--seq-len", "seq_lens", multiple=True, type=Counts(), metavar="T,...", help="Single rows of a prefill.")
 @click.option(
     "--state-dtype",
@@ -165,6 +173,8 @@ def bench(
         wanted = [regime for regime in REGIMES if regime in (regimes or REGIMES)]
         cases += build_cases(wanted, options, on_gpu=on_gpu)
     peers, absent = load_peers(peer_names, on_gpu=on_gpu)
+    if options.algorithm != "recurrent" and not any(case.is_chunked for case in cases):
+        raise click.UsageError("--algorithm is about prefill, which is not among the regimes")
     run = BenchRun(cases, backends, unavailable, options, repeats, absent, baseline, fail_above)
     if any(case.regime == "step" and case.loop for case in cases):
         run.too_short = too_short_ring_lens(options, on_gpu=on_gpu)
@@ -294,7 +304,7 @@ def _know_machines(run: BenchRun, machines: Sequence[Machine]) -> None:
 def _time_case(run: BenchRun, case: BenchCase, machine: Machine, peers: tuple[Peer, ...]) -> None:
     repeats = run.repeats or (_GPU_REPEATS if machine.backend == "cuda" else _CPU_REPEATS)
     ops = ("verify", "fold") if case.regime == "step" else (case.regime,)
-    is_new = case.loop is None and not {OPS[op] for op in ops} <= run.overhead.keys()
+    is_new = case.loop is None and not {op_of(case, op) for op in ops} <= run.overhead.keys()
     ceilings = run.ceilings[machine.backend]
     measured = measure(case, machine, ceilings, repeats, with_overhead=is_new, peers=peers)
     run.rows += measured.rows

@@ -42,6 +42,7 @@ def _row_document(run: BenchRun, row: Row) -> dict[str, Any]:
         "key": row.key,
         "by": row.by,
         "regime": row.case.regime,
+        "algorithm": row.case.algorithm,
         "shape": call.name,
         "heads": [heads.num_key_heads, heads.num_value_heads],
         "head_dims": [heads.key_head_dim, heads.value_head_dim],

@@ -74,6 +74,8 @@ def _table(run: BenchRun) -> Iterator[tuple[Column, list[str]]]:
     """Each column with its cells, in order; those that no row would fill are left out."""
     timed = run.timed
     yield Column("regime"), [row.case.regime for row, _ in timed]
+    if any(row.case.is_chunked for row, _ in timed):
+        yield Column("algorithm"), [row.case.algorithm or "-" for row, _ in timed]
     yield Column("shape"), [row.case.call.name for row, _ in timed]
     yield Column("work/pool", min_width=72), [_types(row) for row, _ in timed]
     yield Column("by"), [row.by for row, _ in timed]

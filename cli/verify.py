@@ -21,6 +21,7 @@ from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.testing.catalogue import SWEEP_CASES, SweepCase, random_case, random_case_numbers, random_heads
 from gdn.testing.checks import CHECKS
+from gdn.testing.chunked_checks import CHUNKED_CHECKS
 from gdn.testing.conv1d_checks import CONV1D_CHECKS
 from gdn.testing.gates_checks import GATES_CHECKS
 from gdn.testing.pending_checks import PENDING_CHECKS
@@ -73,6 +74,7 @@ class _VerifyCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, checks in (
             ("Checks of the recurrence", CHECKS),
+            ("Checks of chunked prefill", CHUNKED_CHECKS),
             ("Checks of the ring and the fold", RING_CHECKS),
             ("Checks of pending records", PENDING_CHECKS),
             ("Checks of the convolution", CONV1D_CHECKS),

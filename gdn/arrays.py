@@ -22,6 +22,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "uint32": np.dtype(np.uint32),
     "int32": np.dtype(np.int32),
+    "uint8": np.dtype(np.uint8),  # memory, whatever it holds
 }
 #: Bytes of the kernels' widest accesses. What is compiled and launched may depend on addresses by this much alone.
 ALIGNMENT = 16

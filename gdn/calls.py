@@ -18,14 +18,14 @@ class Ready:
     """A call that lacks nothing but to be run.
 
     arguments: its arrays in the order of the call, None for one left out. written: those of them that it writes.
-    numpy_form: what runs it on the backend numpy. launch: its kernel on the others. idle: whether it has nothing to do.
-    result: what the op returns.
+    numpy_form: what runs it on the backend numpy. launches: its kernels on the others, in order. idle: whether it has
+    nothing to do. result: what the op returns.
     """
 
     arguments: tuple[Argument | None, ...]
     written: tuple[Argument, ...]
     numpy_form: Callable[[], None]
-    launch: Callable[[], Launch]
+    launches: Callable[[], Sequence[Launch]]
     idle: bool
     result: Any = None
 
@@ -126,9 +126,10 @@ class BoundCall:
         return self._result
 
     def compile_for_cpu(self) -> None:
-        """Compile what binding does not: the kernel of a call on NumPy arrays, where the backend host is to run it."""
+        """Compile what binding does not: the kernels of a call on NumPy arrays, where the backend host is to run it."""
         if self._place == arrays.CPU and not self._ready.idle and backend_for_numpy_arrays() == "host":
-            host.load(self._ready.launch().variant)
+            for launch in self._ready.launches():
+                host.load(launch.variant)
 
     def prepare_for_cpu(self) -> None:
         """The same, and look at the index values that a run on NumPy arrays would refuse."""
@@ -137,7 +138,7 @@ class BoundCall:
         self.compile_for_cpu()
 
     def keep_plan(self, kind: Hashable, given: Sequence[Any]) -> None:
-        """Make a plan of this call, which is of this kind and was given these arrays."""
+        """Make a plan of this call, which is of this kind and was given these arrays, if it is one launch."""
         arguments = self._ready.arguments
         makes_a_readout = any(
             value is None and argument is not None for value, argument in zip(given, arguments, strict=True)
@@ -149,11 +150,11 @@ class BoundCall:
 def _runner(checked: Checked, ready: Ready) -> Callable[[], None]:
     """What runs the call where its arrays are; for NumPy arrays on the backend that is chosen here and now."""
     if checked.place != arrays.CPU:
-        return _nothing if ready.idle else cuda.ReadyLaunch(ready.launch(), arrays.device_index(checked.place))
+        return _nothing if ready.idle else _on_gpu(ready.launches(), arrays.device_index(checked.place))
     if ready.idle:
         compute: Callable[[], None] = _nothing
     elif backend_for_numpy_arrays() == "host":
-        compute = partial(host.run, ready.launch())
+        compute = partial(_run_on_host, ready.launches())
     else:
         compute = ready.numpy_form
 
@@ -162,6 +163,25 @@ def _runner(checked: Checked, ready: Ready) -> Callable[[], None]:
         compute()
 
     return check_and_compute
+
+
+def _on_gpu(launches: Sequence[Launch], device: int) -> Callable[[], None]:
+    """What enqueues these launches, all of them checked and compiled."""
+    ready = tuple([cuda.ReadyLaunch(launch, device) for launch in launches])
+    return ready[0] if len(ready) == 1 else partial(_run_all, ready)
+
+
+def _run_all(runs: Sequence[Callable[[], None]]) -> None:
+    for run in runs:
+        run()
+
+
+def _run_on_host(launches: Sequence[Launch]) -> None:
+    if len(launches) > 1:  # what does not compile is refused before the first of them writes
+        for launch in launches:
+            host.load(launch.variant)
+    for launch in launches:
+        host.run(launch)
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gdn.arrays import CPU, Argument
+from gdn.arrays import ALIGNMENT, CPU, Argument
 from gdn.errors import DeviceError, DTypeError, GdnError, LayoutError, ShapeError, rejection
 
 _Value = TypeVar("_Value")
@@ -40,6 +40,19 @@ def known_function(name: str, function: Any, known: Mapping[Any, _Value]) -> _Va
         return known[function]
     expected = f"one of {', '.join(one.__name__ for one in known)}"
     raise GdnError(rejection(name, expected, function.__name__ if inspect.isroutine(function) else repr(function)))
+
+
+def require_workspace(argument: Argument, num_bytes: int) -> None:
+    """Memory of at least so many bytes, whatever it holds."""
+    require_ndim(argument, "[num_bytes]")
+    if argument.dtype != "uint8":
+        raise DTypeError(rejection(argument.name, "uint8", argument.dtype))
+    if argument.shape[0] < num_bytes:
+        raise ShapeError(rejection(argument.name, f"at least {num_bytes} bytes", argument.shape[0]))
+    require_dense_after(argument, 0)
+    if argument.size and argument.pointer % ALIGNMENT:
+        expected = f"an address that is a multiple of {ALIGNMENT} bytes"
+        raise LayoutError(rejection(argument.name, expected, argument.pointer))
 
 
 def require_index(argument: Argument) -> None:

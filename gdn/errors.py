@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class GdnError(Exception):
-    """Base of everything `gdn` raises on purpose."""
+    """Base of everything that gdn raises on purpose."""
 
 
 class ShapeError(GdnError, ValueError):

@@ -96,5 +96,5 @@ class HeadGeometry:
 
     @property
     def record_elements(self) -> int:
-        """Elements of a ring record: the raw key, then delta factors and decay of each value head of the group."""
+        """Elements of a ring record (the raw key, then delta factors and decay of each value head of the group)."""
         return self.key_head_dim + self.group_size * (self.value_head_dim + 1)

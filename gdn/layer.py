@@ -23,6 +23,7 @@ import numpy as np
 
 from gdn import arrays, calls
 from gdn.arrays import Argument
+from gdn.backends import chunked
 from gdn.calls import Rules
 from gdn.check import known_function, require_disjoint, require_float, require_ndim, require_shape
 from gdn.conv1d import MAX_CONV_WIDTH, MIN_CONV_WIDTH
@@ -31,7 +32,7 @@ from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.indices import offset_values, slot_values
 from gdn.layer_rules import commit_rules, conv1d_call, gate_call
 from gdn.ring import MAX_RING_LEN
-from gdn.rules import fold_rules, fwd_rules, verify_rules
+from gdn.rules import fold_rules, fwd_call, verify_rules
 
 _Arguments = ParamSpec("_Arguments")
 #: Calls of ops, each by its rules and what these take, that run one behind the other.
@@ -79,11 +80,13 @@ class Scratch(NamedTuple):
     """What is between the ops of a call: qkv behind the convolution [T, conv_dim], decay and beta [T, num_value_heads].
 
     A call makes it where none is given. Give one, of `new_scratch`, for a captured graph or to save the allocations.
+    workspace: of a recurrence by chunks, as `gdn.ops.gated_delta_recurrence_fwd` takes it.
     """
 
     conv_output: Any
     decay: Any
     beta: Any
+    workspace: Any = None
 
 
 def new_pools(
@@ -132,18 +135,36 @@ def _require_size(name: str, size: Any, least: int, most: int | None = None) -> 
         raise ShapeError(rejection(name, limit, repr(size)))
 
 
-def new_scratch(layer: GatedDeltaLayer, qkv: Any) -> Scratch:
+def new_scratch(
+    layer: GatedDeltaLayer, qkv: Any, *, algorithm: str = "recurrent", batch_size: int | None = None
+) -> Scratch:
     """Memory for what is between the ops of calls with as many tokens as qkv, [T, conv_dim], has.
 
-    Raises ShapeError and DTypeError for a qkv that the convolution would refuse by itself.
+    algorithm, batch_size: of the `prefill` that it is for; batch_size only with another algorithm than "recurrent".
+
+    Raises ShapeError and DTypeError for a qkv that the convolution would refuse by itself, and what
+    `gdn.ops.gated_delta_recurrence_fwd_workspace_bytes` would of the algorithm.
     """
     tokens, heads = arrays.take("qkv", qkv), arrays.take("A_log", layer.A_log)
     require_ndim(tokens, "[total_seq_len, conv_dim]")
     require_float(tokens)
     require_ndim(heads, "[num_value_heads]")
     place, gate = tokens.place or arrays.CPU, (tokens.shape[0], heads.shape[0])
+    num_bytes = _workspace_bytes(layer, tokens, chunked.known_algorithm(algorithm), batch_size)
     conv_output = arrays.empty(tokens.shape, tokens.dtype, place, "scratch")
-    return Scratch(conv_output, *(arrays.empty(gate, "float32", place, "scratch") for _ in range(2)))
+    decay, beta = (arrays.empty(gate, "float32", place, "scratch") for _ in range(2))
+    workspace = arrays.empty((num_bytes,), "uint8", place, "scratch") if num_bytes else None
+    return Scratch(conv_output, decay, beta, workspace)
+
+
+def _workspace_bytes(layer: GatedDeltaLayer, qkv: Argument, algorithm: str, batch_size: int | None) -> int:
+    """What the recurrence of a prefill takes."""
+    if algorithm == "recurrent":
+        return 0
+    _require_size("batch_size", batch_size, 0)
+    states = arrays.take("recurrent_state", layer.recurrent_state)
+    heads, types = HeadGeometry.from_shapes(qkv.shape[1], states.shape), (qkv.dtype, states.dtype)
+    return chunked.workspace_bytes(chunked.layout_of(heads, *types, int(batch_size or 0), qkv.shape[0], algorithm))
 
 
 # ---- What a layer does. Each function says which calls of ops it is; what stands above it runs them ----
@@ -175,6 +196,7 @@ def prefill(
     *,
     pending_ring_slot_idx: Any = None,
     num_pending: Any = None,
+    algorithm: str = "recurrent",
     scratch: Scratch | None = None,
     out: Any = None,
 ) -> Any:
@@ -184,17 +206,19 @@ def prefill(
         layer: weights and pools.
         qkv: [T, conv_dim], before the convolution.
         a, b: [T, num_value_heads], before the gates.
-        slot_idx: [B], and input_row_offsets: [B + 1], as in the ops.
+        slot_idx, input_row_offsets: [B] and [B + 1], as in the ops.
         pending_ring_slot_idx, num_pending: [B], where records of earlier windows wait in the layer's ring:
             `gdn.speculative.PendingWindows` has them.
+        algorithm: "recurrent", "chunked" or "auto", as `gdn.ops.gated_delta_recurrence_fwd` takes it.
         scratch: memory for what is between the ops.
         out: [T, value_dim] to write to.
 
     Returns:
         The readout, [T, value_dim], and raises, as `gdn.ops.gated_delta_recurrence_fwd`.
     """
-    more = *_pending(layer, pending_ring_slot_idx, num_pending), out
-    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, fwd_rules, more, write_state=True)
+    scratch = _given_or_new(scratch, layer, qkv)
+    more = *_pending(layer, pending_ring_slot_idx, num_pending), algorithm, scratch.workspace, out
+    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, fwd_call, more, write_state=True)
 
 
 @_runs
@@ -220,8 +244,9 @@ def decode(
     require_shape(tokens, "[batch_size, conv_dim]", (*slots.shape, *tokens.shape[1:]))
     if input_row_offsets is None:
         input_row_offsets = _counting(slots.shape[0] + 1, slots.place or arrays.CPU)
-    more = *_pending(layer, pending_ring_slot_idx, num_pending), out
-    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, fwd_rules, more, write_state=True)
+    scratch = _given_or_new(scratch, layer, qkv)
+    more = *_pending(layer, pending_ring_slot_idx, num_pending), "recurrent", None, out
+    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, fwd_call, more, write_state=True)
 
 
 @_runs
@@ -247,8 +272,9 @@ def verify(
 
     Returns the readout, [T, value_dim]; raises as `gdn.ops.gated_delta_recurrence_verify_ring`.
     """
+    scratch = _given_or_new(scratch, layer, qkv)
     more = layer.ring, ring_slot_idx, pending_ring_slot_idx, num_pending, out
-    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, verify_rules, more, write_state=False)
+    return _steps(layer, qkv, a, b, slot_idx, input_row_offsets, scratch, _verify_call, more, write_state=False)
 
 
 @_runs
@@ -269,9 +295,8 @@ def commit(
         ring_slot_idx: that of a verify without pending records, whose states are folded here. Without it states stay
             behind, the records are pending, and the next call is told so: what `gdn.speculative.PendingWindows` is for.
 
-    Raises:
-        As the two ops do. NumPy arrays only: IndexValueError for a count that is none of the above, where windows and
-        states would part.
+    Raises what the two ops do. NumPy arrays only: IndexValueError for a count that is none of the above, where windows
+    and states would part.
     """
     steps: _Steps = [(commit_rules, (qkv, layer.conv_state, slot_idx, input_row_offsets, num_accepted))]
     if ring_slot_idx is not None:
@@ -318,23 +343,25 @@ def _steps(
     b: Any,
     slot_idx: Any,
     input_row_offsets: Any,
-    scratch: Scratch | None,
-    recurrence: Rules,
+    scratch: Scratch,
+    recurrence: Callable[..., tuple[Rules, tuple[Any, ...]]],
     more: tuple[Any, ...],
     *,
     write_state: bool,
 ) -> _Steps:
-    """Gates, convolution, and the recurrence with these rules, which take `more` behind the six arguments."""
-    if scratch is not None:
-        _require_scratch(scratch)
-    conv_output, decay, beta = scratch or new_scratch(layer, qkv)
+    """Gates, convolution, and this call of a recurrence, which takes `more` behind the six arguments."""
+    conv_output, decay, beta, _ = scratch
     tables = slot_idx, input_row_offsets
     of_filter = layer.conv_bias, layer.activation, write_state, conv_output
     return [
         gate_call(a, b, layer.A_log, layer.dt_bias, layer.allow_neg_eigval, (decay, beta)),
         conv1d_call(qkv, layer.conv_weight, layer.conv_state, *tables, *of_filter),
-        (recurrence, (conv_output, decay, beta, layer.recurrent_state, *tables, *more)),
+        recurrence(conv_output, decay, beta, layer.recurrent_state, *tables, *more),
     ]
+
+
+def _verify_call(*given: Any) -> tuple[Rules, tuple[Any, ...]]:
+    return verify_rules, given
 
 
 def _pending(layer: GatedDeltaLayer, *tables: Any) -> tuple[Any, ...]:
@@ -342,12 +369,16 @@ def _pending(layer: GatedDeltaLayer, *tables: Any) -> tuple[Any, ...]:
     return (None if all(table is None for table in tables) else layer.ring, *tables)
 
 
-def _require_scratch(scratch: Scratch) -> None:
-    """Three arrays, each of memory of its own: no op sees all of them."""
-    if not isinstance(scratch, tuple) or len(scratch) != len(Scratch._fields):
+def _given_or_new(scratch: Scratch | None, layer: GatedDeltaLayer, qkv: Any) -> Scratch:
+    """The scratch of a call: arrays, each of memory of its own; no op sees the first three of them all."""
+    if scratch is None:
+        return new_scratch(layer, qkv)
+    if not isinstance(scratch, tuple) or len(scratch) not in (3, 4):  # without a workspace, or with one
         raise ShapeError(rejection("scratch", "a Scratch", type(scratch).__name__))
-    conv_output, decay, beta = (arrays.take(name, one) for name, one in zip(Scratch._fields, scratch, strict=True))
+    scratch = Scratch(*scratch)
+    conv_output, decay, beta = (arrays.take(name, getattr(scratch, name)) for name in Scratch._fields[:3])
     require_disjoint(conv_output, [decay, beta])
+    return scratch
 
 
 def _counting(count: int, place: str) -> Any:

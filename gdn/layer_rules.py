@@ -66,7 +66,7 @@ def _conv1d_rules(activation: str | None, write_state: bool) -> Rules:
                 (*inputs.arguments, *biases, result),
                 written=(*((batch.conv_state,) if write_state else ()), result),
                 numpy_form=lambda: numpy_layer.gated_delta_conv1d_fwd(inputs, result),
-                launch=lambda: conv_kernel.launch(inputs, result),
+                launches=lambda: (conv_kernel.launch(inputs, result),),
                 idle=num_blocks == 0,
                 result=result.array,
             )
@@ -85,7 +85,7 @@ def commit_rules(qkv: Any, conv_state: Any, slot_idx: Any, input_row_offsets: An
             inputs.arguments,
             written=(inputs.batch.conv_state,),
             numpy_form=lambda: numpy_layer.gated_delta_conv1d_commit(inputs),
-            launch=lambda: commit_kernel.launch(inputs),
+            launches=lambda: (commit_kernel.launch(inputs),),
             idle=commit_kernel.num_blocks(inputs) == 0,
         )
 
@@ -127,7 +127,7 @@ def _gate_rules(allow_neg_eigval: bool) -> Rules:
                 (*inputs.arguments, *gates),
                 written=gates,
                 numpy_form=lambda: numpy_layer.gated_delta_gates(inputs, *gates),
-                launch=lambda: gates_kernel.launch(inputs, *gates),
+                launches=lambda: (gates_kernel.launch(inputs, *gates),),
                 idle=num_blocks == 0,
                 result=tuple(gate.array for gate in gates),
             )

@@ -224,7 +224,7 @@ def _rules(
             (*step.arguments, *own),
             written=own,
             numpy_form=lambda: numpy_backend.pending_windows(step, own, ring_len, is_lazy=lazy),
-            launch=lambda: kernel.launch(step, own, ring_len, is_lazy=lazy),
+            launches=lambda: (kernel.launch(step, own, ring_len, is_lazy=lazy),),
             idle=batch_size == 0,
         )
 

@@ -15,6 +15,10 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 from gdn.arrays import DTYPES, Argument, describe
+from gdn.backends import gated_delta_chunk_plan as plan_kernel
+from gdn.backends import gated_delta_chunk_prepare as prepare_kernel
+from gdn.backends import gated_delta_chunk_walk as walk_kernel
+from gdn.backends import gated_delta_chunk_walk_sm90 as sm90_walk_kernel
 from gdn.backends import gated_delta_conv1d_commit as commit_kernel
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
@@ -23,6 +27,7 @@ from gdn.backends import gated_delta_recurrence_verify_ring as verify_kernel
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import pending_windows as windows_kernel
 from gdn.backends import recurrence as recurrence_launch
+from gdn.backends.chunk_layout import ChunkLayout, unserved_reason
 from gdn.backends.launch import Variant
 from gdn.conv1d import commit_inputs, conv1d_inputs
 from gdn.gates import gate_inputs
@@ -99,6 +104,43 @@ def _fwd_uses(layer: Layer) -> _Uses:
     for ring_len in (0, *layer.ring_lens):
         for calls, found in _of_ragged_batches(partial(variant, ring_len)):
             yield calls + (_ring_in_words(ring_len, has_pending=True) if ring_len else ""), found, layer.types
+    if _is_chunked(layer):
+        for calls, found in _of_ragged_batches(partial(_short_rows_variant, layer)):
+            yield f"{calls}, short rows of 'auto'", found, layer.types
+
+
+def _short_rows_variant(layer: Layer, batch_size: int, total_seq_len: int) -> Variant:
+    inputs, out = _recurrence(layer, batch_size, total_seq_len)
+    return fwd_kernel.variant(inputs, out, recurrence_launch.row_tile(inputs, out), clears_rows=False)
+
+
+def _is_chunked(layer: Layer) -> bool:
+    return unserved_reason(layer.heads) is None
+
+
+def _plan_uses(layer: Layer) -> _Uses:
+    for _, out, layout in _chunked_calls(layer):
+        yield "chunked, any batch", plan_kernel.variant(out, layout), layer.types
+
+
+def _prepare_uses(layer: Layer) -> _Uses:
+    for inputs, _, layout in _chunked_calls(layer):
+        yield "chunked, any batch", prepare_kernel.variant(inputs, layout), layer.types
+
+
+def _walk_uses(layer: Layer) -> _Uses:
+    for inputs, out, layout in _chunked_calls(layer):
+        yield "chunked, any batch", walk_kernel.variant(inputs, out, layout), layer.types
+        if sm90_walk_kernel.serves(inputs, out, layout):
+            for num_warpgroups in sm90_walk_kernel.possible_warpgroups(layout):
+                yield "chunked, by batch", sm90_walk_kernel.variant(inputs, out, layout, num_warpgroups), layer.types
+
+
+def _chunked_calls(layer: Layer) -> Iterator[tuple[RecurrenceInputs, Argument, ChunkLayout]]:
+    """A call by chunks, which all have the same variants; none where heads are not served."""
+    if _is_chunked(layer):
+        inputs, out = _recurrence(layer, 1, 1)
+        yield inputs, out, ChunkLayout(layer.heads, layer.work_dtype, layer.state_dtype, 1, 1, min_row_len=1)
 
 
 def _verify_uses(layer: Layer) -> _Uses:
@@ -164,6 +206,9 @@ def _window_uses(layer: Layer) -> _Uses:
 #: What yields the uses of each op that runs a kernel, by the kernel's stem.
 OPS: dict[str, Callable[[Layer], _Uses]] = {
     fwd_kernel.KERNEL.stem: _fwd_uses,
+    plan_kernel.KERNEL.stem: _plan_uses,
+    prepare_kernel.KERNEL.stem: _prepare_uses,
+    walk_kernel.KERNEL.stem: _walk_uses,
     verify_kernel.KERNEL.stem: _verify_uses,
     fold_kernel.KERNEL.stem: _fold_uses,
     conv_kernel.KERNEL.stem: _conv1d_uses,

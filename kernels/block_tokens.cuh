@@ -1,6 +1,7 @@
 // run_batch, as a block for each tile: its threads share the rows of the tile, and meet once a token to add their sums.
 //
-// GRID       num_tiles_of(...) blocks, followed by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) that clear rows
+// GRID       num_tiles_of(...) blocks, followed with CLEARS_ROWS by ceil(total_seq_len / ROWS_PER_CLEARING_BLOCK) that
+//            clear rows
 #pragma once
 #include "pending.cuh"
 #include "recurrence.cuh"

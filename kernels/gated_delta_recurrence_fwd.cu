@@ -14,6 +14,7 @@
 //            ROW_GROUPS, LANES_PER_ROW, COLUMNS_PER_LANE, STREAMED_WARPS, STATE_STAYS: row_tile.cuh
 //            MIN_BLOCKS: of a multiprocessor; with STREAMED_WARPS also TOKENS_PER_WARP, SHARED_BYTES (streamed_tokens.cuh)
 //            IS_PACKED: whether qkv, recurrent_state and out take the widest accesses (numeric_types.cuh)
+//            CLEARS_ROWS: true unless given (recurrence.cuh)
 //            HAS_PENDING: 0 or 1. With it RING_LEN, 1 to 64; RING_TYPE: float, float16, bfloat16; RING_IS_PACKED; and with
 //            STREAMED_WARPS also RECORDS_PER_WARP (streamed_tokens.cuh)
 // BLOCK, GRID with STREAMED_WARPS = 0 as block_tokens.cuh says, a block for each tile of columns of a value head of a

@@ -40,6 +40,28 @@ __device__ __forceinline__ float sigmoid(float value) {
 // Hold a value as it is now. Without, the compiler keeps what it was made from and makes it again at every use.
 __device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(value)); }
 
+// Hold a value in one turn of a loop, `turn` being a number of the loop's own, 0 or more. Without, the assembler makes all
+// that depends on the value before the loop, and keeps it.
+__device__ __forceinline__ void hold_in_turn(float& value, int turn) {
+    asm volatile("{\n.reg .b32 zero;\nshr.s32 zero, %1, 31;\nor.b32 %0, %0, zero;\n}" : "+f"(value) : "r"(turn));
+}
+__device__ __forceinline__ void hold_in_turn(int& value, int turn) {
+    asm volatile("{\n.reg .b32 zero;\nshr.s32 zero, %1, 31;\nor.b32 %0, %0, zero;\n}" : "+r"(value) : "r"(turn));
+}
+__device__ __forceinline__ void hold_in_turn(long long& value, int turn) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 zero;\n"
+        ".reg .b64 wide;\n"
+        "shr.s32 zero, %1, 31;\n"
+        "cvt.s64.s32 wide, zero;\n"
+        "or.b64 %0, %0, wide;\n"
+        "}" : "+l"(value) : "r"(turn));
+}
+
+template <typename Value>
+__device__ __forceinline__ void hold_pointer(Value*& pointer) { asm volatile("" : "+l"(pointer)); }
+
 // `value` becomes *address where `is_wanted` says so. A load in a branch would be waited for at the branch's end.
 __device__ __forceinline__ void load_if(bool is_wanted, const unsigned int* address, unsigned int& value) {
     asm volatile(

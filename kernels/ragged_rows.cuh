@@ -74,7 +74,9 @@ template <typename IsLive, typename Stored>
 __device__ __forceinline__ void clear_unowned_rows(
     const Batch& batch, unsigned int clearing_block, const IsLive& is_live, Stored* out, long long out_token_stride,
     long long out_channel_stride, long long num_channels) {
+    static_assert(ROWS_PER_CLEARING_BLOCK == 64, "a bit each");
     __shared__ unsigned int owned[ROWS_PER_CLEARING_BLOCK / 32];
+    const auto below = [](int row) { return row < 64 ? (1ull << row) - 1 : ~0ull; };
     const long long first_row = static_cast<long long>(clearing_block) * ROWS_PER_CLEARING_BLOCK;
     const long long last_row = first_row + ROWS_PER_CLEARING_BLOCK < batch.total_seq_len
                                    ? first_row + ROWS_PER_CLEARING_BLOCK
@@ -87,13 +89,17 @@ __device__ __forceinline__ void clear_unowned_rows(
         const long long begin = rows.begin > first_row ? rows.begin : first_row;
         const long long end = rows.end < last_row ? rows.end : last_row;
         if (begin >= end || !is_live(sequence, entries)) continue;
-        for (int row = static_cast<int>(begin - first_row); row < static_cast<int>(end - first_row); ++row)
-            atomicOr(&owned[row / 32], 1u << (row % 32));
+        const unsigned long long mask = below(static_cast<int>(end - first_row)) & ~below(static_cast<int>(begin - first_row));
+        atomicOr(&owned[0], static_cast<unsigned int>(mask));
+        atomicOr(&owned[1], static_cast<unsigned int>(mask >> 32));
     }
     __syncthreads();
-    for (long long row = first_row; row < last_row; ++row) {
-        const int place = static_cast<int>(row - first_row);
-        if (owned[place / 32] >> (place % 32) & 1u) continue;
+    const unsigned long long there = below(static_cast<int>(last_row - first_row));
+    unsigned long long left = there & ~(static_cast<unsigned long long>(owned[1]) << 32 | owned[0]);
+    for (; left != 0; left &= left - 1) {
+        const unsigned int low = static_cast<unsigned int>(left);
+        const unsigned int word = low != 0 ? low : static_cast<unsigned int>(left >> 32);
+        const long long row = first_row + (low != 0 ? 31 : 63) - __clz(static_cast<int>(word & (0u - word)));
         for (long long channel = threadIdx.x; channel < num_channels; channel += blockDim.x)
             from_float(0.0f, out[row * out_token_stride + channel * out_channel_stride]);
     }

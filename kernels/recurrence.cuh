@@ -4,6 +4,11 @@
 #include "ragged_rows.cuh"
 #include "row_tile.cuh"
 
+// Whether run_batch zeroes rows of `out` that no live sequence owns; false where another kernel of the call does.
+#ifndef CLEARS_ROWS
+#define CLEARS_ROWS true
+#endif
+
 struct TokenArrays {
     const WORK_TYPE* qkv_conv_output;
     long long qkv_token_stride;

@@ -7,7 +7,7 @@
 //
 // MACROS     beside those of row_tile.cuh: TOKENS_PER_WARP, that a warp makes ready for a chunk; SHARED_BYTES of a block
 // MAP        ROW_GROUPS * LANES_PER_ROW = 32: a warp holds a tile; STREAMED_WARPS of them divide a value head
-// GRID       any number of blocks: they share the work evenly, and then clear unowned rows
+// GRID       any number of blocks: they share the work evenly, and then, with CLEARS_ROWS, clear unowned rows
 // CALLER     IS_PACKED only (numeric_types.cuh): copies move 16 bytes
 #pragma once
 #include "stream_records.cuh"
@@ -249,6 +249,7 @@ __device__ __forceinline__ void run_batch(
         loaded.load(arrays, next);
         __syncthreads();
     }
+    if constexpr (!CLEARS_ROWS) return;
     const long long num_clearing_blocks =
         (batch.total_seq_len + ROWS_PER_CLEARING_BLOCK - 1) / ROWS_PER_CLEARING_BLOCK;
     for (long long clearing_block = gridDim.x - 1 - blockIdx.x; clearing_block < num_clearing_blocks;

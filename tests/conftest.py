@@ -76,7 +76,7 @@ class Call:
 
     op: Callable[..., Any] = staticmethod(ops.gated_delta_recurrence_fwd)
     #: Arguments that are given by name.
-    by_name: tuple[str, ...] = ("ring", "pending_ring_slot_idx", "num_pending", "out")
+    by_name: tuple[str, ...] = ("ring", "pending_ring_slot_idx", "num_pending", "algorithm", "workspace", "out")
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 def run(command: list[str], log: Path) -> tuple[int, str]:
     """Run in the checkout, keep stdout and stderr in `log`, return the exit status and stdout."""
     with log.open("w", encoding="utf-8") as stderr:
+        if shutil.which(command[0]) is None:
+            return 127, f"{command[0]} is not on PATH"
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
     log.write_text(done.stdout + log.read_text(encoding="utf-8"), encoding="utf-8")
     return done.returncode, done.stdout
@@ -107,8 +110,7 @@ def main() -> int:
         rows.append((name, passed, time.monotonic() - start, text))
         print(f"{name} done", file=sys.stderr, flush=True)
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    print(f"{gpu}, {date.today()}")
+    print(f"{last_line(run(query, folder / 'gpu.log')[1])}, {date.today()}")
     for name, passed, seconds, text in rows:
         print(f"{'ok  ' if passed else 'FAIL'} {name:10} {seconds:6.1f} s  {text}")
     return 0 if all(passed for _, passed, _, _ in rows) else 1

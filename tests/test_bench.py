@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gdn
+from gdn import ops
 from gdn.backends import numpy as numpy_backend
 from gdn.bench import build as build_module
 from gdn.bench import check as check_module
@@ -201,6 +202,54 @@ def test_regimes_have_batches_of_their_own() -> None:
     names = [case.call.name for case in build_cases(("decode", "prefill"), options, on_gpu=True)]
     assert names[:5] == ["B=1", "B=8", "B=32", "B=128", "B=512"]
     assert names[5:] == ["1 x 512", "1 x 2048", "1 x 8192", "16 ragged, 32800 tokens", "64 x 512"]
+
+
+def test_chunks_have_longer_rows_in_prefill_alone() -> None:
+    options = CaseOptions(HeadGeometry(1, 2, 32, 32), state_dtypes=("float32",), algorithm="auto")
+    built = build_cases(("prefill", "gates", "decode"), options, on_gpu=True)
+    prefill = [case for case in built if case.regime == "prefill"]
+    assert [case.call.name for case in prefill] == [
+        *("1 x 512", "1 x 2048", "1 x 8192", "1 x 32768", "16 ragged, 32800 tokens", "64 x 512"),
+    ]
+    assert {case.algorithm for case in prefill} == {"auto"}
+    others = [case for case in built if case.regime != "prefill"]
+    assert {case.algorithm for case in others} == {None}
+    assert "1 x 32768" not in [case.call.name for case in others]
+
+
+def test_a_workspace_counts_as_memory() -> None:
+    (recurrent,), (chunked,) = (
+        build_cases(
+            ("prefill",), CaseOptions(HeadGeometry(1, 2, 32, 32), seq_lens=(200,), algorithm=algorithm), on_gpu=False
+        )[:1]
+        for algorithm in ("recurrent", "chunked")
+    )
+    workload = build_workload(chunked, SmallMachine())
+    assert build_workload(recurrent, SmallMachine()).workspace is None
+    machine = SmallMachine(cold=1 << 40, free=3 * len(workload.workspace))
+    assert plan_sets(recurrent, machine)[0] > plan_sets(chunked, machine)[0]
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "auto"])
+def test_chunked_results_are_held_to_their_own_tolerance(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = CaseOptions(HeadGeometry(1, 2, 32, 32), "float32", ("float32",), seq_lens=(200,), algorithm=algorithm)
+    (case,) = build_cases(("prefill",), options, on_gpu=False)
+    right, seen = ops.gated_delta_recurrence_fwd, []
+
+    def off_by(error: float) -> Callable[..., Any]:
+        def broken(*six: Any, out: Any, **keywords: Any) -> Any:
+            seen.append((keywords["algorithm"], keywords["workspace"] is not None))
+            right(*six, out=out, **keywords)
+            out *= np.float32(1 + error)
+
+        return broken
+
+    monkeypatch.setattr(ops, "gated_delta_recurrence_fwd", off_by(1e-4))
+    assert check_workload(build_workload(case, CpuMachine("numpy"))).startswith("readout rel 1.0e-04")
+    monkeypatch.setattr(ops, "gated_delta_recurrence_fwd", off_by(3e-4))
+    with pytest.raises(CheckFailed, match="readout: relative norm 3"):
+        check_workload(build_workload(case, CpuMachine("numpy")))
+    assert set(seen) == {(algorithm, True)}
 
 
 @pytest.mark.parametrize("name", sorted(named_cases()))
@@ -462,6 +511,40 @@ def test_a_named_case() -> None:
     assert (row["regime"], row["shape"], row["heads"]) == ("prefill", "group_of_8", [1, 8])
 
 
+def test_rows_of_an_algorithm_are_compared_with_their_own(tmp_path: Path) -> None:
+    quick = (
+        "prefill",
+        "--backend",
+        "numpy",
+        "--heads",
+        "1,2",
+        "--head-dims",
+        "32,32",
+        "--warm",
+        "--repeats",
+        "3",
+        "--seq-len",
+        "5,140",
+    )
+    saved = {}
+    for algorithm in ("recurrent", "chunked", "auto"):
+        report = document(*quick, "--state-dtype", "float32", "--algorithm", algorithm)
+        saved[algorithm] = report
+        first, second = report["rows"]
+        assert (first["algorithm"], second["algorithm"]) == (algorithm, algorithm)
+        assert first["bytes"] == saved["recurrent"]["rows"][0]["bytes"]
+    keys = [row["key"] for report in saved.values() for row in report["rows"]]
+    assert len(set(keys)) == 6
+    assert keys[0].startswith("numpy | prefill | 1 x 5 |")
+    assert keys[2].startswith("numpy | prefill chunked | 1 x 5 |")
+    path = tmp_path / "recurrent.json"
+    path.write_text(json.dumps(saved["recurrent"]))
+    result = bench(*quick, "--state-dtype", "float32", "--algorithm", "chunked", "--compare", str(path))
+    row = next(line for line in result.stdout.splitlines() if line.startswith("prefill"))
+    assert row.split()[1] == "chunked"
+    assert row.split()[-1] == "-"
+
+
 def test_batches_by_list_and_by_repetition() -> None:
     rows = document("decode", *TINY, "--warm", "--batch", "1,2", "--batch", "3", "--batch", "2")["rows"]
     assert [row["batch"] for row in rows] == [1, 2, 3]
@@ -483,6 +566,9 @@ def test_batches_by_list_and_by_repetition() -> None:
         (("step", "--accept", "1.5"), "expected numbers from 0 to 1"),
         (("step", "--accept", "0,none"), "expected numbers from 0 to 1"),
         (("verify", "--lazy"), "--lazy is about decode"),
+        (("decode", "--algorithm", "chunked"), "--algorithm is about prefill"),
+        (("prefill", "--algorithm", "chunk"), "'chunk' is not one of 'recurrent', 'chunked', 'auto'"),
+        (("prefill", "--algorithm", "chunked", "--head-dims", "24,32"), "key_head_dim: expected a multiple of 32"),
         (("fused", "--pending", "65"), "65 is not in the range"),
         (("fused", "--pending", "-1"), "-1 is not in the range"),
         (("fused", "--pending", "5", "--ring-len", "4"), "pending: expected at most 4 records, in a ring of 4, got 5"),
@@ -818,3 +904,17 @@ def test_facts_and_sizes_of_a_gpu(notes: Notes) -> None:
     assert machine.cold_bytes() == 320_000_000
     assert machine.free_bytes() == 12345
     assert notes.log == ["free"]
+
+
+def test_the_row_of_a_peer_is_the_same_whatever_our_algorithm() -> None:
+    keys = []
+    for algorithm in ("recurrent", "chunked"):
+        options = CaseOptions(HeadGeometry(1, 2, 32, 32), seq_lens=(70,), cold=False, algorithm=algorithm)
+        case = build_cases(("prefill",), options, on_gpu=False)[0]
+        peers = (_Peer(lambda _: ("readout", Spread(5.0, 4.0, 6.0, 3), {})), _Peer(failing(PeerRefused("absent"))))
+        ours, *theirs = measure(case, CpuMachine("numpy"), CEILINGS, 3, peers=peers).rows
+        assert ours.case.algorithm == algorithm
+        assert [row.case.algorithm for row in theirs] == [None, None]
+        keys.append([row.key for row in (ours, *theirs)])
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1:] == keys[1][1:]

@@ -13,6 +13,7 @@ from gdn.geometry import PAD_SLOT, HeadGeometry
 from gdn.testing.buffers import LAYOUTS, lay_out
 from gdn.testing.cases import INPUTS, RECURRENCE_CASES, RecurrenceCase, build_arrays, random_recurrence_case
 from gdn.testing.checks import CHECKS, checks_of
+from gdn.testing.chunked_cases import CHUNKED_CASES
 
 HEADS = HeadGeometry(1, 2, 8, 8)
 PLAIN = RecurrenceCase("plain", HEADS, (3, 0, 2, 1), padding=(2,), leading_rows=2, trailing_rows=1, spare_slots=2)
@@ -69,7 +70,7 @@ def test_random_cases_reach_everything() -> None:
 
 def test_named_cases_use_every_layout_input_and_type() -> None:
     cases = list(RECURRENCE_CASES.values())
-    assert {case.inputs for case in cases} == set(INPUTS)
+    assert {case.inputs for case in (*cases, *CHUNKED_CASES.values())} == set(INPUTS)
     assert {case.state_layout for case in cases} == set(LAYOUTS[4])
     assert {case.index_layout for case in cases} == set(LAYOUTS[1])
     for field in ("qkv_layout", "gate_layout", "out_layout"):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from gdn.arrays import DTYPES, describe
+from gdn.backends import gated_delta_chunk_walk_sm90 as sm90_walk_kernel
 from gdn.backends import gated_delta_conv1d_commit as commit_kernel
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import gated_delta_gates as gates_kernel
@@ -42,6 +43,7 @@ from gdn.geometry import HeadGeometry
 from gdn.models import MODELS
 from gdn.recurrence import recurrence_inputs
 from gdn.ring import fold_inputs, pending_inputs, verify_inputs
+from gdn.variants import Layer, uses
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 FLOATS = ("float32", "bfloat16", "float16")
@@ -56,6 +58,7 @@ COMMON_SIZES = tuple(
 )
 RING_SIZES = ((32, 32), (64, 64), (128, 128), (96, 192), (256, 256), (128, 64))
 RING_LENS = (1, 4, 8, 64)
+CHUNK_KERNELS = tuple(f"gated_delta_chunk_{part}" for part in ("plan", "prepare", "walk"))
 
 
 def _no_nvrtc() -> str | None:
@@ -153,7 +156,7 @@ def usable(architecture: str, variants: Iterable[Variant]) -> Iterator[str]:
             report = nvrtc.compile_report(variant, architecture)
         except KernelCompileError as error:
             return str(error)
-        if report.spill_bytes or report.stack_bytes:
+        if report.spill_bytes or report.stack_bytes or report.serialized:
             return f"{architecture} {' '.join(variant.defines)}: {report}"
         return None
 
@@ -202,6 +205,28 @@ def covering_groups() -> Iterator[Group]:
             yield name, architecture, variants[place :: len(ARCHITECTURES)]
     for architecture in ARCHITECTURES:
         yield "windows", architecture, [windows_kernel.VARIANT]
+    yield from chunk_groups()
+
+
+#: Head sizes of calls by chunks: every padded width of keys, tiles of 64 columns and of 32.
+CHUNKED_SIZES = ((128, 128), (256, 256), (96, 192), (64, 64), (192, 160), (32, 32), (160, 96), (224, 128))
+
+
+def chunk_groups() -> Iterator[Group]:
+    """Each size with each work type, other types and architectures in turn; the first on every architecture."""
+    groups: dict[str, list[Variant]] = {architecture: [] for architecture in ARCHITECTURES}
+    types, in_turn = cycle(product(FLOATS, FLOATS, (None, "float32"))), cycle(ARCHITECTURES)
+    for sizes, work_dtype in product(CHUNKED_SIZES, FLOATS):
+        gate_dtype, state_dtype, out_dtype = next(types)
+        gate = work_dtype if gate_dtype == "bfloat16" else "float32"
+        call = Layer(HeadGeometry(1, 2, *sizes), work_dtype, state_dtype, out_dtype, gate)
+        used = [use.variant for use in uses(call, CHUNK_KERNELS)]
+        assert {variant.kernel.stem for variant in used} >= set(CHUNK_KERNELS)
+        for architecture in ARCHITECTURES if sizes == CHUNKED_SIZES[0] else (next(in_turn),):
+            groups[architecture] += [variant for variant in used if not variant.kernel.only_on]
+        groups["sm_90"] += [variant for variant in used if variant.kernel.only_on]
+    for architecture, variants in groups.items():
+        yield "chunked", architecture, list(dict.fromkeys(variants))
 
 
 def gate_variants() -> Iterator[Variant]:
@@ -440,6 +465,25 @@ def test_the_covering_set_covers_pending_records() -> None:
                 if each == architecture
                 for variant in group
             )
+
+
+def test_the_covering_set_covers_chunks() -> None:
+    groups = [group for group in covering_groups() if group[0] == "chunked"]
+    assert {architecture for _, architecture, _ in groups} == set(ARCHITECTURES)
+    macros = [dict(variant.macros) for _, _, group in groups for variant in group]
+    assert {each.get("CHUNK_LEN") for each in macros} == {"32", "64"}
+    assert {each.get("WALK_STAGES") for each in macros} == {None, "1", "2", "3"}
+    for name in ("WORK_TYPE", "GATE_TYPE", "STATE_TYPE", "OUT_TYPE"):
+        assert {each[name] for each in macros if name in each} == {"float", "bfloat16", "float16"}
+
+
+def test_the_covering_set_covers_the_walk_of_hopper() -> None:
+    for _, architecture, variants in (group for group in covering_groups() if group[0] == "chunked"):
+        walks = [dict(variant.macros) for variant in variants if variant.kernel == sm90_walk_kernel.KERNEL]
+        sizes = {(each["KEY_HEAD_DIM"], each["WARPGROUPS"]) for each in walks}
+        assert sizes == ({("64", "1"), ("128", "1"), ("128", "2")} if architecture == "sm_90" else set())
+        if walks:
+            assert {each["WORK_TYPE"] for each in walks} == {"bfloat16", "float16"}
 
 
 def test_variants_of_one_thread_map_count_once() -> None:

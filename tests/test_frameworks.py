@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import gc
 import os
@@ -383,7 +384,8 @@ def test_torch_tensors_on_a_gpu_that_are_refused(torch: Any, new_call: type[Call
         call.run("cuda")
 
 
-PAGE = (Path(__file__).parent.parent / "docs" / "frameworks.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PAGE, README = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/frameworks.md", "README.md"))
 NAMES_OF_PAGE = {
     "qkv_conv_output": "qkv",
     "decay_per_token": "decay",
@@ -405,6 +407,14 @@ def test_the_python_of_the_page_is_python(heading: str, count: int) -> None:
         compile(block, "frameworks.md", "exec")
         count -= 1
     assert count == 0
+
+
+def test_the_readme_has_the_first_block_of_the_page() -> None:
+    (in_readme,) = re.findall(r"```py\n(with cupy.cuda.Stream.from_external.*?)```", README, re.DOTALL)
+    without_imports = [
+        node for node in ast.parse(blocks_of_page("PyTorch")[0]).body if not isinstance(node, ast.Import)
+    ]
+    assert [ast.dump(node) for node in ast.parse(in_readme).body] == [ast.dump(node) for node in without_imports]
 
 
 @pytest.mark.gpu

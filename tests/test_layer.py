@@ -225,6 +225,40 @@ def test_scratch_changes_nothing(backend: str) -> None:
     assert_passed(bitwise(device.get(out), device.get(plain), "out"))
 
 
+@pytest.mark.parametrize("algorithm", ["chunked", "auto"])
+def test_a_prefill_by_chunks(backend: str, algorithm: str) -> None:
+    """The recurrence alone is another one; a workspace of the scratch is used, and big enough."""
+    made, device = Model(HeadGeometry(1, 2, 32, 32)), Device(backend)
+    exact, chunked, given = (made.on(device) for _ in range(3))
+    arrays = put(device, made.tokens(140), [3, 1], [0, 131, 140])
+    scratch = layers.new_scratch(given, arrays[0], algorithm=algorithm, batch_size=2)
+    with on_backend(backend):
+        expected = device.get(layers.prefill(exact, *arrays)).astype(float)
+        plain = device.get(layers.prefill(chunked, *arrays, algorithm=algorithm))
+        readout = device.get(layers.prefill(given, *arrays, algorithm=algorithm, scratch=scratch))
+        with pytest.raises(gdn.GdnError, match=r"^workspace: expected at least \d+ bytes"):
+            layers.prefill(
+                given, *arrays, algorithm=algorithm, scratch=scratch._replace(workspace=scratch.workspace[1:])
+            )
+    assert_passed(bitwise(readout, plain, "readout"))
+    for name in ("conv_state", "recurrent_state"):
+        assert_passed(bitwise(device.get(getattr(given, name)), device.get(getattr(chunked, name)), name))
+    assert np.linalg.norm(plain.astype(float) - expected) < 4e-3 * np.linalg.norm(expected)
+    assert (device.get(given.recurrent_state) != device.get(exact.recurrent_state)).any()
+
+
+def test_scratch_of_another_algorithm() -> None:
+    made, device = Model(HeadGeometry(1, 2, 32, 32)), Device("numpy")
+    layer, qkv = made.on(device), made.tokens(140).qkv
+    assert layers.new_scratch(layer, qkv).workspace is None
+    assert layers.new_scratch(layer, qkv[:100], algorithm="auto", batch_size=1).workspace is None
+    with pytest.raises(gdn.GdnError, match=r"^algorithm: expected 'recurrent', 'chunked' or 'auto', got 'fast'"):
+        layers.new_scratch(layer, qkv, algorithm="fast")
+    for wrong in (None, -1, 1.5):
+        with pytest.raises(gdn.GdnError, match=r"^batch_size: expected a whole number of at least 0, got"):
+            layers.new_scratch(layer, qkv, algorithm="chunked", batch_size=wrong)  # type: ignore[arg-type]  # on purpose
+
+
 def aliased_scratch() -> layers.Scratch:
     base = np.zeros((5, 256), np.float32)
     return layers.Scratch(base, base[:, :4], np.zeros((5, 4), np.float32))

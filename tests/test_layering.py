@@ -55,6 +55,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gdn.recurrence",
         "gdn.ring",
     ),
+    "gdn.backends.numpy_chunked": (
+        *("gdn.arrays", "gdn.backends.chunk_layout", "gdn.backends.numpy"),
+        *("gdn.geometry", "gdn.indices", "gdn.recurrence"),
+    ),
     "gdn.backends.numpy_layer": ("gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.geometry", "gdn.indices"),
     "gdn.backends.recurrence": (
         *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence"),
@@ -69,6 +73,23 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.errors", "gdn.arrays", "gdn.conv1d", "gdn.gates", "gdn.recurrence", "gdn.ring", "gdn.backends.conv1d"),
         *("gdn.backends.launch", "gdn.backends.row_tile", "gdn.backends.recurrence", "gdn.backends.ring"),
     ),
+    **dict.fromkeys(
+        (f"gdn.backends.gated_delta_chunk_{part}" for part in ("plan", "prepare", "walk")),
+        (
+            *("gdn.arrays", "gdn.recurrence", "gdn.backends.chunk_layout", "gdn.backends.cuda"),
+            *("gdn.backends.launch", "gdn.backends.recurrence"),
+        ),
+    ),
+    "gdn.backends.gated_delta_chunk_walk_sm90": (
+        *("gdn.arrays", "gdn.recurrence", "gdn.backends.chunk_layout", "gdn.backends.cuda"),
+        *("gdn.backends.launch", "gdn.backends.gated_delta_chunk_walk"),
+    ),
+    "gdn.backends.chunk_layout": ("gdn.errors", "gdn.geometry"),
+    "gdn.backends.chunked": (
+        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.recurrence", "gdn.ring", "gdn.backends.chunk_layout"),
+        *("gdn.backends.launch", "gdn.backends.numpy", "gdn.backends.numpy_chunked", "gdn.backends.recurrence"),
+        "gdn.backends.gated_delta_*",
+    ),
     "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
     "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends", "gdn.ops"),
     "gdn.plans": ("gdn.arrays", "gdn.backends.cuda"),
@@ -79,6 +100,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.rules": (
         *("gdn.arrays", "gdn.check", "gdn.indices", "gdn.recurrence", "gdn.ring", "gdn.calls"),
         *("gdn.backends.numpy", "gdn.backends.recurrence", "gdn.backends.gated_delta_*"),
+        *("gdn.backends.chunk_layout", "gdn.backends.chunked"),
     ),
     "gdn.layer_rules": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.gates", "gdn.indices", "gdn.calls"),
@@ -94,7 +116,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gdn.layer": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.conv1d", "gdn.geometry", "gdn.indices", "gdn.ring"),
-        *("gdn.calls", "gdn.rules", "gdn.layer_rules"),
+        *("gdn.calls", "gdn.rules", "gdn.layer_rules", "gdn.backends.chunked"),
     ),
     "gdn.speculative": (
         *("gdn.errors", "gdn.arrays", "gdn.check", "gdn.geometry", "gdn.indices", "gdn.ring", "gdn.calls", "gdn.ops"),
@@ -108,6 +130,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.testing.checks": (
         *("gdn.oracle", "gdn.geometry", "gdn.backends.row_tile", "gdn.backends.recurrence"),
         *("gdn.testing.[bc]*", "gdn.testing.execute", "gdn.testing.ragged"),
+    ),
+    "gdn.testing.chunked_cases": ("gdn.geometry", "gdn.testing.cases"),
+    "gdn.testing.chunked_checks": (
+        *("gdn.ops", "gdn.backends.chunk_layout", "gdn.backends.chunked"),
+        *("gdn.testing.[bc]*", "gdn.testing.execute"),
     ),
     "gdn.testing.ring_cases": ("gdn.arrays", "gdn.geometry", "gdn.testing.[bc]*"),
     "gdn.testing.ring_device": ("gdn.ops", "gdn.testing.[bc]*", "gdn.testing.execute"),
@@ -163,7 +190,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.geometry", "gdn.testing.conv1d_cases", "gdn.testing.gates_cases", "gdn.testing.steps_cases"),
     ),
     "gdn.testing.catalogue": (
-        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.ring_cases", "gdn.testing.layer_cases"),
+        *("gdn.geometry", "gdn.testing.cases", "gdn.testing.chunked_cases"),
+        *("gdn.testing.ring_cases", "gdn.testing.layer_cases"),
     ),
     "gdn.testing.sweep": (
         *("gdn.testing.[bc]*", "gdn.testing.ring_c*", "gdn.testing.pending_[cs]*"),
@@ -173,7 +201,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.bench": (),
     "gdn.bench.timing": (),
     "gdn.bench.cases": ("gdn.geometry", "gdn.testing.*"),
-    "gdn.bench.case_lists": ("gdn.errors", "gdn.ring", "gdn.bench.cases", "gdn.testing.*"),
+    "gdn.bench.case_lists": (
+        *("gdn.errors", "gdn.ring", "gdn.backends.chunk_layout", "gdn.bench.cases", "gdn.testing.*"),
+    ),
     "gdn.bench.loops": ("gdn.speculative", "gdn.bench.cases", "gdn.testing.*"),
     "gdn.bench.traffic": ("gdn.arrays", "gdn.geometry", "gdn.bench.cases", "gdn.bench.loops", "gdn.testing.*"),
     "gdn.bench.machine": ("gdn.bench.timing", "gdn.bench.traffic", "gdn.testing.*"),
@@ -184,7 +214,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("gdn.bench.cases", "gdn.bench.machine", "gdn.bench.timing", "gdn.bench.values"),
     ),
     "gdn.bench.build": (
-        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.testing.*"),
+        *("gdn.errors", "gdn.arrays", "gdn.geometry", "gdn.backends.chunked", "gdn.testing.*"),
         *("gdn.bench.cases", "gdn.bench.loops", "gdn.bench.machine", "gdn.bench.tables", "gdn.bench.traffic"),
         *("gdn.bench.values", "gdn.bench.workload"),
     ),

@@ -453,3 +453,95 @@ def test_a_call_runs_where_its_arrays_are(gpu: Gpu, call_of_fwd: Call) -> None:
         call.place(name, call.at(name), device=0)
     launched = gpu.last(call.run, num_checked=1)
     assert (launched.device, launched.stream) == (0, 100)
+
+
+# ---- Calls of several launches ----
+
+
+@pytest.fixture
+def by_chunks(gpu: Gpu, new_call: type[Call], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Call]:
+    """Makes a call by chunks on CuPy arrays, with a workspace."""
+    monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 10)
+    monkeypatch.setattr(cuda, "shared_bytes_of_multiprocessor", lambda device: 200_000)
+    monkeypatch.setattr(cuda, "capability", lambda device: (8, 0))
+
+    def make(algorithm: str = "chunked", lengths: tuple[int, ...] = (130, 3)) -> Call:
+        call = new_call((1, 2, 32, 32), lengths)
+        call["workspace"] = np.empty(1 << 21, np.uint8)
+        arrays = OnGpu.__new__(OnGpu)
+        arrays.arrays = {}
+        for number, (name, values) in enumerate(call.arguments.items()):
+            arrays.place(name, number << 22, values.shape, values.dtype)
+        call.arguments = {**arrays.arrays, "algorithm": algorithm}
+        return call
+
+    return make
+
+
+def launched_by(gpu: Gpu, call: Call, *, num_checked: int) -> list[Launched]:
+    launched, checked = len(gpu.launched), gpu.num_checked
+    assert call.op(*call.six, **call.keywords) is call["out"]
+    assert gpu.num_checked == checked + num_checked
+    return gpu.launched[launched:]
+
+
+def test_a_call_of_several_launches_is_checked_each_time(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    call = by_chunks()
+    first, second = (launched_by(gpu, call, num_checked=1) for _ in range(2))
+    assert first == second
+    _, prepare, walk = first
+    stems = [launched.variant.kernel.stem.removeprefix("gated_delta_chunk_") for launched in first]
+    assert stems == ["plan", "prepare", "walk"]
+    assert [launched.grid_and_block[::3] for launched in first] == [(4, 1024), (4, 256), (4, 64)]
+    assert [launched.shared_bytes for launched in first] == [
+        0,
+        *(int(dict(launched.variant.macros)["SHARED_BYTES"]) for launched in (prepare, walk)),
+    ]
+    workspace = {"chunk_plan": call["workspace"].data.ptr}
+    for launched in first:
+        values = dict(zip(dict(launched.variant.kernel.parameters), launched.arguments, strict=True))
+        for name in call.arguments.keys() & values.keys():
+            assert values[name] == call[name].data.ptr
+        parts = {name: values[name] for name in ("chunk_plan", "slab", "carry_in", "carry_out") if name in values}
+        workspace |= parts
+        assert parts.items() <= workspace.items()
+    assert workspace["chunk_plan"] < workspace["slab"]
+    assert workspace["carry_in"] == workspace["carry_out"] == workspace["slab"]  # a pool of float32 needs no carries
+
+
+def test_a_bound_call_of_several_launches(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    call = by_chunks("auto", (130, 3, 200))
+    expected = launched_by(gpu, call, num_checked=1)
+    run = gdn.ops.bind(call.op, *call.six, **call.keywords)
+    gdn.warmup(call.op, *call.six, **call.keywords)
+    launched = len(gpu.launched)
+    for _ in range(2):
+        run()
+    assert gpu.launched[launched:] == 2 * expected
+    assert len(expected) == 4
+
+
+def test_a_short_call_of_auto_has_a_plan(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    short = by_chunks("auto", (124, 3))
+    first, second = (launched_by(gpu, short, num_checked=number) for number in (1, 0))
+    assert first == second == launched_by(gpu, by_chunks("recurrent", (124, 3)), num_checked=1)
+    launched_by(gpu, by_chunks("chunked", (124, 3)), num_checked=1)
+
+
+def test_a_workspace_in_another_place(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    call = by_chunks()
+    call["workspace"] = np.empty(1 << 21, np.uint8)
+    error = gpu.refuses(lambda: call.op(*call.six, **call.keywords))
+    assert isinstance(error, DeviceError)
+    assert str(error) == "workspace: expected an array on cuda:0, where qkv_conv_output is, got one on cpu"
+
+
+def test_no_workspace_is_made_in_a_capture(
+    gpu: Gpu, by_chunks: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdn.arrays.is_capturing", lambda device: True)
+    call = by_chunks()
+    assert len(launched_by(gpu, call, num_checked=1)) == 3
+    call["workspace"] = None
+    error = gpu.refuses(lambda: call.op(*call.six, **call.keywords))
+    assert str(error).startswith("workspace: expected an array to write to, which a stream capture does not make")

@@ -291,7 +291,7 @@ def rounding_every_token(token_step: Callable[..., Any]) -> Callable[..., Any]:
 
 BROKEN_NUMPY: dict[str, tuple[str, Callable[[Any], Any], RecurrenceCase]] = {
     "epsilon": ("NORM_EPSILON", lambda old: old * 2, RECURRENCE_CASES["tiny_keys"]),
-    "last row not summed": ("_tree_sum", lambda old: lambda p: old(p) - p[..., -1, :], PLAIN),
+    "last row not summed": ("tree_sum", lambda old: lambda p: old(p) - p[..., -1, :], PLAIN),
     "rounded every token": ("_run_token", rounding_every_token, ROUNDING),
     "rows left as they were": ("_clear_unowned_rows", lambda _: lambda *_: None, PLAIN),
 }

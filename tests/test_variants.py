@@ -67,11 +67,20 @@ class Calls:
 
     def gated_delta_recurrence_fwd(self) -> Any:
         six = self._six()
-        keywords = {"out": self._out(six)}
+        keywords: dict[str, Any] = {"out": self._out(six), "algorithm": self.random.choice(("recurrent", "auto"))}
         if self.layer.ring_lens and self.random.randrange(2):
             tables = {name: empty(six[4].shape) for name in ("pending_ring_slot_idx", "num_pending")}
             keywords |= {"ring": self._ring(), **tables}
         return ops.bind(ops.gated_delta_recurrence_fwd, *six, **keywords)
+
+    def gated_delta_chunk_plan(self) -> Any:
+        six = self._six()
+        is_served = all(dim % 32 == 0 for dim in six[3].shape[2:])
+        return ops.bind(
+            ops.gated_delta_recurrence_fwd, *six, out=self._out(six), algorithm="chunked" if is_served else "auto"
+        )
+
+    gated_delta_chunk_prepare = gated_delta_chunk_walk = gated_delta_chunk_plan
 
     def gated_delta_recurrence_verify_ring(self) -> Any:
         six = self._six()
@@ -117,10 +126,10 @@ class Calls:
         return gdn.calls.BoundCall(rules, (None, None, empty((size + 1,)), None, *tables))
 
 
-def variant_of(bound: Any) -> Variant | None:
-    """What a call would launch on a GPU, None where nothing."""
+def variants_of(bound: Any) -> set[Variant]:
+    """What a call would launch on a GPU."""
     ready = bound._ready
-    return None if ready.idle else ready.launch().variant
+    return set() if ready.idle else {launch.variant for launch in ready.launches()}
 
 
 def outside(layer: Layer, seed: int = 0) -> set[Variant]:
@@ -128,7 +137,7 @@ def outside(layer: Layer, seed: int = 0) -> set[Variant]:
     listed = {use.variant for use in uses(layer)}
     calls = Calls(layer, seed)
     makers: list[Callable[[], Any]] = [getattr(calls, op) for op in OPS]
-    return {variant_of(make()) for make in makers for _ in range(NUM_CALLS)} - listed - {None}
+    return set().union(*(variants_of(make()) for make in makers for _ in range(NUM_CALLS))) - listed
 
 
 LAYERS = [
@@ -165,9 +174,14 @@ def test_a_threshold_that_moves_is_followed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_layers_without_rings_have_no_calls_with_rings() -> None:
-    stems = {use.variant.kernel.stem for use in uses(Layer(HeadGeometry(1, 1, 8, 8)))}
+    stems = {use.variant.kernel.stem for use in uses(Layer(HeadGeometry(1, 1, 32, 32)))}
     without = {"gated_delta_recurrence_verify_ring", "gated_delta_state_fold"}
     assert stems == OPS.keys() - without
+
+
+def test_heads_that_chunks_do_not_serve_have_none() -> None:
+    listed = list(uses(Layer(HeadGeometry(1, 1, 32, 40))))
+    assert not any("chunk" in use.variant.kernel.stem or "CLEARS_ROWS" in dict(use.variant.macros) for use in listed)
 
 
 def test_uses_say_which_calls() -> None:

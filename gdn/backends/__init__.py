@@ -29,7 +29,7 @@ def available_backends() -> tuple[str, ...]:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run calls on NumPy arrays on `name`, "numpy" (the default) or "host", inside a with block.
+    """Run calls on NumPy arrays on ``name``, "numpy" (the default) or "host", inside a with block.
 
     The choice holds for the current thread or task. CuPy arrays always run on "cuda".
     Raises DeviceError for another name, or where the machine cannot run that backend.

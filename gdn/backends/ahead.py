@@ -111,7 +111,12 @@ def build(
             raise _unwritable(folder, error) from error
 
     with ThreadPoolExecutor(workers or _DEFAULT_WORKERS) as pool:  # NVRTC works without Python's lock
-        pairs = [(variant, architecture) for variant in variants for architecture in architectures]
+        pairs = [
+            (variant, architecture)
+            for variant in variants
+            for architecture in architectures
+            if variant.kernel.runs_on(architecture)
+        ]
         running = [pool.submit(make, *pair) for pair in pairs]
         try:
             for future in running:

@@ -38,7 +38,7 @@ def unavailable_reason() -> str | None:
         return "CuPy finds no CUDA device (no NVIDIA driver, or no GPU visible)"
     try:
         cupy.cuda.nvrtc.getVersion()
-        capabilities = [_capability(device) for device in range(cupy.cuda.runtime.getDeviceCount())]
+        capabilities = [capability(device) for device in range(cupy.cuda.runtime.getDeviceCount())]
     except Exception as error:  # a library or driver that is there but does not work
         return f"CuPy cannot use the GPU: {error}"
     if max(capabilities) < MIN_COMPUTE_CAPABILITY:
@@ -46,7 +46,8 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def _capability(device: int) -> tuple[int, int]:
+def capability(device: int) -> tuple[int, int]:
+    """The compute capability of a device."""
     import cupy
 
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
@@ -58,12 +59,12 @@ def served_capabilities() -> tuple[tuple[int, int], ...]:
         return ()
     import cupy
 
-    all_here = (_capability(device) for device in range(cupy.cuda.runtime.getDeviceCount()))
+    all_here = (capability(device) for device in range(cupy.cuda.runtime.getDeviceCount()))
     return tuple(capability for capability in all_here if capability >= MIN_COMPUTE_CAPABILITY)
 
 
 def _architecture(device: int) -> str:
-    major, minor = _capability(device)
+    major, minor = capability(device)
     return f"sm_{major}{minor}"
 
 
@@ -74,10 +75,10 @@ def _dotted(capability: tuple[int, ...]) -> str:
 @cache
 def require_device(device: int) -> None:
     """The kernels serve this device; raises DeviceError where they do not."""
-    capability = _capability(device)
-    if capability < MIN_COMPUTE_CAPABILITY:
+    found = capability(device)
+    if found < MIN_COMPUTE_CAPABILITY:
         expected = f"compute capability {_dotted(MIN_COMPUTE_CAPABILITY)} or later"
-        raise DeviceError(rejection(f"cuda:{device}", expected, _dotted(capability)))
+        raise DeviceError(rejection(f"cuda:{device}", expected, _dotted(found)))
 
 
 @cache
@@ -189,7 +190,7 @@ def _compile(variant: Variant, device: int) -> Any:
 
 def _load_ready(variant: Variant, device: int) -> Any | None:
     """The kernel from a binary that was compiled ahead of time, None where no such binary can be used here."""
-    for binary in binaries.find(variant, _capability(device)):
+    for binary in binaries.find(variant, capability(device)):
         with suppress(RuntimeError, OSError):  # a driver may refuse what a later compiler made
             return _of_image(binary.image, variant)
     return None

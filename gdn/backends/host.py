@@ -331,4 +331,4 @@ def _compile_error(stem: str, output: str) -> KernelCompileError:
     shown = lines[:_MAX_OUTPUT_LINES]
     if len(lines) > len(shown):
         shown.append(f"... {len(lines) - len(shown)} more lines")
-    return KernelCompileError("\n".join((f"{stem} does not compile for the CPU: {first}", *shown)))
+    return KernelCompileError(f"{stem} does not compile for the CPU: {first}\n" + "\n".join(shown))

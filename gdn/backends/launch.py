@@ -29,10 +29,18 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One entry point: `kernels/<stem>.cu` defines `stem` with these parameters, in this order."""
+    """One entry point: `kernels/<stem>.cu` defines `stem` with these parameters, in this order.
+
+    only_on: the architecture whose instructions it uses, such as "sm_90a"; empty for one that runs on all.
+    """
 
     stem: str
     parameters: tuple[tuple[str, str], ...]  # (name, "pointer" | "int64")
+    only_on: str = ""
+
+    def runs_on(self, architecture: str) -> bool:
+        """Whether a GPU of this architecture, such as "sm_90", can run it."""
+        return self.only_on.removesuffix("a") in ("", architecture)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def gated_delta_recurrence_fwd(inputs: RecurrenceInputs, out: Argument, pending:
     pool = inputs.recurrent_state.array
     if pending is not None:
         _fold_rows(inputs, pending, np.flatnonzero(has_pending(pending) & (slots != PAD_SLOT)))
-    for sequences, state in _run_sequences(inputs, out.array, slots != PAD_SLOT):
+    for sequences, state in run_sequences(inputs, out.array, slots != PAD_SLOT):
         pool[slots[sequences]] = state.astype(pool.dtype, copy=False)
 
 
@@ -78,7 +78,7 @@ def gated_delta_recurrence_verify_ring(inputs: VerifyInputs, out: Argument) -> N
         recorded = sequences[in_window]
         ring[ring_rows[recorded], :, first_places[recorded] + step, :record_elements] = records
 
-    for sequences, state in _run_sequences(recurrence, out.array, is_live, catch_up, record):
+    for sequences, state in run_sequences(recurrence, out.array, is_live, catch_up, record):
         too_long = ends[sequences] > length
         pool[slots[sequences[too_long]]] = state[too_long].astype(pool.dtype, copy=False)
 
@@ -143,7 +143,7 @@ def _apply_records(heads: HeadGeometry, state: Float32Array, records: Float32Arr
         _update(grouped, record[:, : heads.key_head_dim], delta, record[:, decays_at : heads.record_elements])
 
 
-def _run_sequences(
+def run_sequences(
     inputs: RecurrenceInputs,
     out: np.ndarray[Any, Any],
     has_a_place: np.ndarray[Any, Any],
@@ -213,12 +213,12 @@ def _run_token(inputs: RecurrenceInputs, rows: IndexArray, state: Float32Array) 
     decay = inputs.decay_per_token.array[rows].astype(np.float32).reshape(per_value_head)
     beta = inputs.beta_per_token.array[rows].astype(np.float32).reshape(per_value_head)
 
-    inverse_key_norm = 1 / np.sqrt(_tree_sum((key * key)[..., None]) + NORM_EPSILON)
-    query_norm = np.sqrt(_tree_sum((query * query)[..., None]) + NORM_EPSILON)[:, :, None]
+    inverse_key_norm = 1 / np.sqrt(tree_sum((key * key)[..., None]) + NORM_EPSILON)
+    query_norm = np.sqrt(tree_sum((query * query)[..., None]) + NORM_EPSILON)[:, :, None]
     readout_scale = 1 / (query_norm * np.sqrt(np.float32(heads.key_head_dim)))
-    query_dot_key = _tree_sum((query * key)[..., None])[:, :, None]
-    memory = _tree_sum(state * key[:, :, None, :, None])
-    old_readout = _tree_sum(state * query[:, :, None, :, None])
+    query_dot_key = tree_sum((query * key)[..., None])[:, :, None]
+    memory = tree_sum(state * key[:, :, None, :, None])
+    old_readout = tree_sum(state * query[:, :, None, :, None])
 
     # A decay of 0 erases the state before the sums: they count as 0 even if a huge state made them overflow.
     memory[decay == 0] = 0
@@ -236,7 +236,7 @@ def _update(state: Float32Array, key: Float32Array, delta: Float32Array, decay: 
     state += key[..., None, :, None] * delta[..., None, :]
 
 
-def _tree_sum(products: Float32Array) -> Float32Array:
+def tree_sum(products: Float32Array) -> Float32Array:
     """Sum over the axis before the last in the order of `kernels/gated_delta_step.cuh`."""
     rows = products.shape[-2]
     num_chains = 16 if rows % 16 == 0 else 8

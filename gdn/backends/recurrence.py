@@ -110,17 +110,22 @@ def registers(inputs: RecurrenceInputs, out: Argument, tile: RowTile, *, has_rec
     return 168 if values <= 80 else 256
 
 
-def num_blocks(inputs: RecurrenceInputs, tile: RowTile) -> int:
+def num_blocks(inputs: RecurrenceInputs, tile: RowTile, *, clears_rows: bool = True) -> int:
     """Blocks of the grid; raises ShapeError when one launch cannot hold them."""
     geometry = inputs.geometry
     tiles = inputs.batch_size * geometry.num_value_heads * (geometry.value_head_dim // tile.columns)
-    clearing = -(-inputs.total_seq_len // ROWS_PER_CLEARING_BLOCK)
+    clearing = num_clearing_blocks(inputs.total_seq_len) if clears_rows else 0
     if tiles + clearing > MAX_GRID_BLOCKS:
         expected = f"a batch of at most {MAX_GRID_BLOCKS} blocks in one launch"
         raise ShapeError(rejection("slot_idx", expected, f"{tiles + clearing} for {inputs.batch_size} sequences"))
     if not tile.streamed_warps:
         return tiles + clearing
     return min(tiles // tile.streamed_warps + clearing, _blocks_at_once(inputs, tile))
+
+
+def num_clearing_blocks(total_seq_len: int) -> int:
+    """Blocks that clear rows of a readout (`kernels/ragged_rows.cuh`)."""
+    return -(-total_seq_len // ROWS_PER_CLEARING_BLOCK)
 
 
 def _blocks_at_once(inputs: RecurrenceInputs, tile: RowTile) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gdn.arrays import DTYPES
+from gdn.backends.chunked import layout_of, workspace_bytes
 from gdn.bench.cases import LAYER_REGIMES, BenchCase
 from gdn.bench.loops import loop_tables
 from gdn.bench.machine import Machine
@@ -54,7 +55,9 @@ def build_workload(case: BenchCase, machine: Machine) -> Workload:
     tables = Tables(case, machine, num_sets)
     sets = tuple(_input_set(case, tables, (*tokens, out), idx) for idx in range(num_sets))
     loop = loop_steps(case, machine, tables, sets) if case.loop else ()
-    return Workload(case, machine, pool, ring, sets, is_cold, loop)
+    num_bytes = _workspace_bytes(case)
+    workspace = machine.empty((num_bytes,), "uint8") if num_bytes else None
+    return Workload(case, machine, pool, ring, sets, is_cold, loop, workspace)
 
 
 def plan_sets(case: BenchCase, machine: Machine) -> tuple[int, bool]:
@@ -103,13 +106,26 @@ def _layer_set_bytes(case: BenchCase) -> int:
 
 
 def _scratch_bytes(case: BenchCase) -> int:
-    """What a check needs beside the workload where there is a ring: states of a set, twice for a loop, and tokens."""
+    """What there is beside the sets: the workspace of chunked calls, or where there is a ring, what a check needs:
+    states of a set, twice for a loop, and tokens.
+    """
+    if case.is_chunked:
+        return _workspace_bytes(case)
     if not isinstance(case.call, RingCase) or case.regime in LAYER_REGIMES:
         return 0
     loop = case.loop is not None
     token = _window_bytes(case.call) // max(rows_of_window(case.call), 1)
     before = case.ring_call.ring_len if loop else case.pending
     return (1 + loop) * _states_bytes(case) + 2 * _window_bytes(case.call) + case.batch_size * before * token
+
+
+def _workspace_bytes(case: BenchCase) -> int:
+    call = case.call
+    if not case.is_chunked or case.algorithm is None:
+        return 0
+    types = call.work_dtype, call.state_dtype
+    layout = layout_of(case.heads, *types, case.batch_size, rows_of_window(call), case.algorithm)
+    return workspace_bytes(layout)
 
 
 def _states_bytes(case: BenchCase) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from gdn.backends.chunk_layout import unserved_reason
 from gdn.bench.cases import LAYER_REGIMES, PENDING_REGIMES, BenchCase, CaseOptions, Loop
-from gdn.errors import GdnError, rejection
+from gdn.errors import GdnError, ShapeError, rejection
 from gdn.ring import MAX_RING_LEN
 from gdn.testing.cases import RecurrenceCase
 from gdn.testing.catalogue import NAMED_CASES, Case
@@ -22,8 +23,11 @@ _GPU_STEPS, _CPU_STEPS = 48, 4
 #: Records that are pending, where no number is given.
 PENDING = 4
 #: Tokens of each row of a prefill, one tuple for each call.
-GPU_ROWS = ((512,), (2048,), (8192,), tuple(range(550, 3551, 200)), (512,) * 64)
-CPU_ROWS = ((64,), (1, 30, 9, 24))
+GPU_ROWS: tuple[tuple[int, ...], ...] = ((512,), (2048,), (8192,), tuple(range(550, 3551, 200)), (512,) * 64)
+CPU_ROWS: tuple[tuple[int, ...], ...] = ((64,), (1, 30, 9, 24))
+#: The same and longer ones, for which the token loop takes too long.
+GPU_CHUNKED_ROWS = (*GPU_ROWS[:3], (32768,), *GPU_ROWS[3:])
+CPU_CHUNKED_ROWS = ((64,), (192,), (1, 30, 9, 24))
 
 
 def build_cases(regimes: Sequence[str], options: CaseOptions, *, on_gpu: bool) -> list[BenchCase]:
@@ -55,7 +59,10 @@ def build_cases(regimes: Sequence[str], options: CaseOptions, *, on_gpu: bool) -
 
 def _cases_of(regime: str, options: CaseOptions, state_dtype: str, on_gpu: bool) -> Iterator[BenchCase]:
     if regime == "prefill":
-        yield from (_case(regime, call, options) for call in _prefill_calls(options, state_dtype, on_gpu))
+        rows = _rows(on_gpu)
+        if options.algorithm != "recurrent":
+            rows = GPU_CHUNKED_ROWS if on_gpu else CPU_CHUNKED_ROWS
+        yield from (_case(regime, call, options) for call in _prefill_calls(options, state_dtype, rows))
         return
     for size in _batches(regime, options, on_gpu):
         if regime == "decode":
@@ -85,7 +92,7 @@ def _layer_calls(regime: str, options: CaseOptions, on_gpu: bool) -> Iterator[Ca
         for size in _batches(beside, options, on_gpu):
             yield from _ring_calls(beside, one_layer, work_dtype, size)
     if regime != "commit":
-        yield from _prefill_calls(options, work_dtype, on_gpu)
+        yield from _prefill_calls(options, work_dtype, _rows(on_gpu))
 
 
 def named_cases() -> dict[str, Case]:
@@ -111,7 +118,11 @@ def _can_be_timed(call: Case) -> bool:
 
 
 def _case(regime: str, call: Case, options: CaseOptions) -> BenchCase:
-    return BenchCase(regime, call, options.slots, options.cold, options.max_slots)
+    algorithm = options.algorithm if regime == "prefill" else None
+    reason = unserved_reason(call.heads) if algorithm == "chunked" else None
+    if reason is not None:
+        raise ShapeError(reason)
+    return BenchCase(regime, call, options.slots, options.cold, options.max_slots, algorithm=algorithm)
 
 
 def _require_slots(case: BenchCase) -> None:
@@ -130,8 +141,13 @@ def _decode_call(options: CaseOptions, state_dtype: str, batch_size: int) -> Rec
     return _recurrence_call(f"B={batch_size}", options, state_dtype, (1,) * batch_size)
 
 
-def _prefill_calls(options: CaseOptions, state_dtype: str, on_gpu: bool) -> list[RecurrenceCase]:
-    rows = tuple((length,) for length in options.seq_lens) or (GPU_ROWS if on_gpu else CPU_ROWS)
+def _rows(on_gpu: bool) -> tuple[tuple[int, ...], ...]:
+    return GPU_ROWS if on_gpu else CPU_ROWS
+
+
+def _prefill_calls(options: CaseOptions, state_dtype: str, rows: tuple[tuple[int, ...], ...]) -> list[RecurrenceCase]:
+    """The rows that are asked for, else these."""
+    rows = tuple((length,) for length in options.seq_lens) or rows
     return [_recurrence_call(rows_in_words(lengths), options, state_dtype, lengths) for lengths in rows]
 
 

@@ -51,7 +51,8 @@ class BenchCase:
 
     slots: "ordered" (neighbouring sequences use neighbouring slots) or "permuted". cold: inputs rotate over sets larger
     than the cache. max_slots: the most slots of the pool, None for as many as the rotation wants. pending: records of
-    every sequence that the regimes fused and lazy find. loop: None for a call that is timed alone.
+    every sequence that the regimes fused and lazy find. loop: None for a call that is timed alone. algorithm: of a
+    prefill; None for what has no choice.
     """
 
     regime: str
@@ -61,6 +62,7 @@ class BenchCase:
     max_slots: int | None = None
     pending: int = 0
     loop: Loop | None = None
+    algorithm: str | None = None
 
     @property
     def heads(self) -> HeadGeometry:
@@ -98,6 +100,11 @@ class BenchCase:
         return None if self.loop is None else self.loop.form
 
     @property
+    def is_chunked(self) -> bool:
+        """Whether a call may take rows as chunks: it has a workspace then, and a tolerance of its own."""
+        return self.algorithm not in (None, "recurrent")
+
+    @property
     def num_folded(self) -> tuple[int, ...]:
         """Records of each sequence that a fold after the call takes: lazily, what was pending too."""
         if not isinstance(self.call, RingCase):
@@ -126,6 +133,7 @@ class CaseOptions:
 
     ring_len: None for as short a ring as a regime needs. pending: None for a default, or fewer where no more fit.
     accept, ring_lens: rates of acceptance, and lengths of ring rows of lazy loops. lazy: decode is timed lazily too.
+    algorithm: of every prefill.
     """
 
     heads: HeadGeometry
@@ -139,6 +147,7 @@ class CaseOptions:
     accept: tuple[float, ...] = (0.0, 0.5, 1.0)
     ring_lens: tuple[int, ...] = ()
     lazy: bool = False
+    algorithm: str = "recurrent"
     num_layers: int = 1
     slots: str = "ordered"
     cold: bool = True

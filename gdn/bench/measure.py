@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gdn.bench.build import DoesNotFit, build_workload
 from gdn.bench.cases import LAYER_REGIMES, PENDING_REGIMES, BenchCase
@@ -28,6 +28,11 @@ OPS = {
     "commit": "gated_delta_conv1d_commit",
     "gates": "gated_delta_gates",
 }
+
+
+def op_of(case: BenchCase, part: str) -> str:
+    """The op that a part of a case calls, with its algorithm where it is not the default."""
+    return f"{OPS[part]} by {case.algorithm}" if case.is_chunked else OPS[part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ class Row:
         heads, call = self.case.heads, self.case.call
         counts = f"{heads.num_key_heads},{heads.num_value_heads}x{heads.key_head_dim},{heads.value_head_dim}"
         temperature = "cold" if self.is_cold else "warm"
-        return " | ".join((self.by, self.case.regime, call.name, counts, call.types(), self.case.slots, temperature))
+        regime = f"{self.case.regime} {self.case.algorithm}" if self.case.is_chunked else self.case.regime
+        return " | ".join((self.by, regime, call.name, counts, call.types(), self.case.slots, temperature))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +184,17 @@ def _overhead(workload: Workload | LayerWorkload) -> dict[str, Overhead]:
         op_us = machine.python_overhead_us(workload.calls(part)[0])
         bound_us = machine.python_overhead_us(workload.bound(part))
         if op_us is not None and bound_us is not None:
-            found[OPS[part]] = Overhead(op_us, bound_us)
+            found[op_of(workload.case, part)] = Overhead(op_us, bound_us)
     return found
 
 
 def _peer_row(peer: Peer, workload: Workload, ceilings: Ceilings, repeats: int) -> Row:
     """Check and time another package on the same inputs; whatever goes wrong there is one line of the report."""
-    case = workload.case
+    case = replace(workload.case, algorithm=None)  # what it runs is its own choice
     try:
         checked, us, parts = peer.run(workload, repeats)
     except PeerRefused as refusal:
         return _untimed(case, peer.name, str(refusal))
     except Exception as error:  # another package may fail in any way, and must not end the run
         return _untimed(case, peer.name, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-    return _row(workload, peer.name, checked, timing_of(case, us, parts, ceilings))
+    return replace(_row(workload, peer.name, checked, timing_of(case, us, parts, ceilings)), case=case)

@@ -54,6 +54,7 @@ class Workload:
     """The arrays of a case on one machine.
 
     is_cold: whether a rotation touches more than the cache holds. loop: the steps of a loop from its beginning.
+    workspace: that of chunked calls, one for all sets as they run one after the other.
     """
 
     case: BenchCase
@@ -63,10 +64,11 @@ class Workload:
     sets: tuple[InputSet, ...]
     is_cold: bool
     loop: tuple[InputSet, ...] = ()
+    workspace: Any = None
 
     def forward(self, window: Window, pool: Any = None) -> None:
         """Run a window plainly, on the workload's pool unless another is given."""
-        ops.gated_delta_recurrence_fwd(*self._six(window, pool), out=window.out)
+        ops.gated_delta_recurrence_fwd(*self._six(window, pool), out=window.out, **self._algorithm)
 
     def verify(self, inputs: InputSet) -> None:
         """Verify the windows of all layers."""
@@ -90,7 +92,14 @@ class Workload:
         if part in _VERIFIES:
             arguments, pending = self._eight(window), _pending(window)
             return ops.bind(ops.gated_delta_recurrence_verify_ring, *arguments, **pending, out=window.out)
-        return ops.bind(ops.gated_delta_recurrence_fwd, *self._six(window), out=window.out)
+        return ops.bind(ops.gated_delta_recurrence_fwd, *self._six(window), out=window.out, **self._algorithm)
+
+    @property
+    def _algorithm(self) -> dict[str, Any]:
+        """The keywords that choose an algorithm, none for what has no choice."""
+        if not self.case.is_chunked:
+            return {}
+        return {"algorithm": self.case.algorithm, "workspace": self.workspace}
 
     def _six(self, window: Window, pool: Any = None) -> tuple[Any, ...]:
         """The arguments that all recurrence functions take first."""

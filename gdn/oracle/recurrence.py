@@ -48,10 +48,10 @@ def gated_delta_recurrence_fwd(
     changed.
 
     Returns ``(out, new_pool)``, both float64:
-        out       [T, nv·VD]; rows that no live sequence owns are zero
-        new_pool  [max_slots, nv, KD, VD], never rounded to a storage type; the slot of each live sequence
-                  holds its last state, every other slot its old values. The whole pool is copied: of a
-                  huge pool, pass the slots in play.
+
+    * out, [T, nv·VD]: rows that no live sequence owns are zero.
+    * new_pool, [max_slots, nv, KD, VD], never rounded to a storage type: the slot of each live sequence holds its
+      last state, every other slot its old values. The whole pool is copied: of a huge pool, pass the slots in play.
 
     A padding row (slot 0xFFFFFFFF) gives zeros and touches no slot, an empty sequence touches no slot.
     Non-finite values follow IEEE arithmetic and stay in their sequence and value head.

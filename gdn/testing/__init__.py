@@ -1,4 +1,4 @@
-"""Judging kernels, ours and yours: comparisons that cannot pass by accident, as `numpy.testing` is usable."""
+"""Judging kernels, ours and yours: comparisons that cannot pass by accident, as ``numpy.testing`` is usable."""
 
 from gdn.testing.compare import (
     FLOAT32_TOLERANCE,

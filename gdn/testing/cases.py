@@ -190,6 +190,21 @@ def _tiny_keys(values: Values, heads: HeadGeometry, random: np.random.Generator)
     _query(values, heads)[...] *= random.choice([1e-2, 1e-3, 1e-4, 1e-9], (len(values["qkv"]), 1))
 
 
+def _vanishing_keys(values: Values, heads: HeadGeometry, random: np.random.Generator) -> None:
+    """Keys that vanish beside the epsilon, in all tokens."""
+    _key(values, heads)[...] *= 1e-9
+
+
+def _small_values(values: Values, heads: HeadGeometry, random: np.random.Generator) -> None:
+    values["qkv"][:, 2 * heads.key_dim :] *= 1e-4
+    values["pool"] *= 1e-4
+
+
+def _large_values(values: Values, heads: HeadGeometry, random: np.random.Generator) -> None:
+    values["qkv"][:, 2 * heads.key_dim :] *= 1e4
+    values["pool"] *= 1e4
+
+
 def _zero_keys_and_queries(values: Values, heads: HeadGeometry, random: np.random.Generator) -> None:
     _key(values, heads)[0::3] = 0
     _query(values, heads)[1::3] = 0
@@ -225,6 +240,9 @@ INPUTS: dict[str, Callable[[Values, HeadGeometry, np.random.Generator], None]] =
     "no_decay": _no_decay,
     "wide_beta": _wide_beta,
     "tiny_keys": _tiny_keys,
+    "vanishing_keys": _vanishing_keys,
+    "small_values": _small_values,
+    "large_values": _large_values,
     "zero_keys_and_queries": _zero_keys_and_queries,
     "near_equal_keys": _near_equal_keys,
     "scaled_rows": _scaled_rows,

@@ -1,4 +1,4 @@
-"""The one list of cases: of the recurrence, of the ring and the fold, and of the ops around them."""
+"""The one list of cases: of the recurrence, chunked or not, of the ring and the fold, and of the ops around them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RECURRENCE_CASES, RecurrenceCase, random_recurrence_case
+from gdn.testing.chunked_cases import CHUNKED_CASES
 from gdn.testing.layer_cases import LAYER_CASES, LayerCase, layer_heads, random_layer_case
 from gdn.testing.ring_cases import RING_CASES, RingCase, random_ring_case
 
@@ -15,7 +16,7 @@ Case: TypeAlias = RecurrenceCase | RingCase
 SweepCase: TypeAlias = Case | LayerCase
 
 NAMED_CASES: dict[str, Case] = {**RECURRENCE_CASES, **RING_CASES}
-SWEEP_CASES: dict[str, SweepCase] = {**NAMED_CASES, **LAYER_CASES}
+SWEEP_CASES: dict[str, SweepCase] = {**NAMED_CASES, **CHUNKED_CASES, **LAYER_CASES}
 
 _RANDOM_NAME = re.compile(r"random-([0-9]{1,20})-([0-9]{1,20})")
 

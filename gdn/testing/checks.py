@@ -16,8 +16,8 @@ from gdn.backends.recurrence import some_row_tiles
 from gdn.backends.row_tile import forced_row_tile
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase
-from gdn.testing.compare import Comparison, bitwise, close, same_bytes, storage_tolerance
-from gdn.testing.execute import Layouts, Outcome, execute
+from gdn.testing.compare import Comparison, Tolerance, bitwise, close, same_bytes, storage_tolerance
+from gdn.testing.execute import DENSE, Layouts, Outcome, execute
 from gdn.testing.ragged import RaggedSubject
 
 
@@ -31,9 +31,13 @@ class Subject(RaggedSubject):
     outcome: Outcome
     reference: tuple[Array, Array]
 
-    def run(self, arrays: RecurrenceArrays) -> Outcome:
-        """Another call of the same types, densely laid out."""
-        return execute(self.backend, arrays, self.case.out_dtype)
+    def run(self, arrays: RecurrenceArrays, layouts: Layouts = DENSE) -> Outcome:
+        """Another call of the same types, densely laid out unless said otherwise."""
+        return execute(self.backend, arrays, self.case.out_dtype, layouts)
+
+    def tolerance(self, dtype: str) -> Tolerance:
+        """How far a result that is stored as `dtype` may lie from the oracle's."""
+        return storage_tolerance(dtype)
 
 
 def reference_of(arrays: RecurrenceArrays) -> tuple[Array, Array]:
@@ -54,12 +58,12 @@ def against_oracle(subject: Subject) -> Iterator[Comparison]:
     for sequence in subject.live:
         unowned[subject.rows(sequence)] = False
     if subject.live.size:
-        yield close(subject.outcome.out, readout, storage_tolerance(subject.case.out_dtype), "readout")
+        yield close(subject.outcome.out, readout, subject.tolerance(subject.case.out_dtype), "readout")
         slots = subject.slots[subject.live]
         # Slots that nobody uses hold NaN; they are compared elsewhere, by their bytes.
         state, expected = np.zeros((2, *pool.shape))
         state[slots], expected[slots] = subject.outcome.recurrent_state[slots], pool[slots]
-        yield close(state, expected, storage_tolerance(subject.case.state_dtype), "state")
+        yield close(state, expected, subject.tolerance(subject.case.state_dtype), "state")
     if unowned.any():
         rows = subject.outcome.out[unowned]
         yield bitwise(rows, np.zeros_like(rows), "unowned rows")
@@ -87,7 +91,7 @@ def batch_independence(subject: Subject) -> Iterator[Comparison]:
 
 def _same_sequences(subject: Subject, order: list[int], how: str) -> Iterator[Comparison]:
     """A call with these sequences in this order leaves what the call under test left for each of them."""
-    arrays = _select(subject, order, lambda length: (0, length))
+    arrays = select(subject, order, lambda length: (0, length))
     outcome = subject.run(arrays)
     for place, sequence in enumerate(order):
         if sequence in subject.live:
@@ -101,7 +105,7 @@ def _same_sequences(subject: Subject, order: list[int], how: str) -> Iterator[Co
             yield bitwise(outcome.recurrent_state[slot], state, f"{how}: state of sequence {sequence}")
 
 
-def _select(subject: Subject, order: list[int], part: Callable[[int], tuple[int, int]]) -> RecurrenceArrays:
+def select(subject: Subject, order: list[int], part: Callable[[int], tuple[int, int]]) -> RecurrenceArrays:
     """The call with these sequences in this order, of each the tokens [begin, end) that `part` gives for its length."""
     arrays = subject.arrays
     ranges = [part(int(subject.lengths[sequence])) for sequence in order]
@@ -145,7 +149,7 @@ def thread_maps(subject: Subject) -> Iterator[Comparison]:
     for tile in some_row_tiles(heads, subject.arrays.recurrent_state.itemsize, num_maps):
         with forced_row_tile(tile):
             outcome = subject.run(subject.arrays)
-        yield from _same_outcome(subject, outcome, str(tile))
+        yield from same_outcome(subject, outcome, str(tile))
 
 
 def splits(subject: Subject) -> Iterator[Comparison]:
@@ -153,8 +157,8 @@ def splits(subject: Subject) -> Iterator[Comparison]:
     if subject.case.state_dtype != "float32" or not subject.live.size:
         return
     order = list(range(len(subject.lengths)))
-    first = _select(subject, order, lambda length: (0, length // 3))
-    second = _select(subject, order, lambda length: (length // 3, length))
+    first = select(subject, order, lambda length: (0, length // 3))
+    second = select(subject, order, lambda length: (length // 3, length))
     first_outcome = subject.run(first)
     second_outcome = subject.run(replace(second, recurrent_state=first_outcome.recurrent_state))
     out = np.zeros_like(subject.outcome.out)
@@ -172,9 +176,9 @@ def splits(subject: Subject) -> Iterator[Comparison]:
 
 def repeats(subject: Subject) -> Iterator[Comparison]:
     """E5: the same call again gives the same bits, and so does the same call on dense arrays."""
-    again = execute(subject.backend, subject.arrays, subject.case.out_dtype, Layouts.of(subject.case))
-    yield from _same_outcome(subject, again, "again")
-    yield from _same_outcome(subject, subject.run(subject.arrays), "dense arrays")
+    again = subject.run(subject.arrays, Layouts.of(subject.case))
+    yield from same_outcome(subject, again, "again")
+    yield from same_outcome(subject, subject.run(subject.arrays), "dense arrays")
 
 
 def neutral_inputs(subject: Subject) -> Iterator[Comparison]:
@@ -184,7 +188,7 @@ def neutral_inputs(subject: Subject) -> Iterator[Comparison]:
     heads, slots = subject.case.heads, subject.slots[subject.live]
     # At most 64 tokens and no decay between 0 and 1/2: products of decays stay clear of subnormal numbers,
     # which a GPU flushes to zero.
-    short = _select(subject, list(range(len(subject.lengths))), lambda length: (0, min(length, 64)))
+    short = select(subject, list(range(len(subject.lengths))), lambda length: (0, min(length, 64)))
     decay = short.decay_per_token.copy()
     decay[(decay > 0) & (decay < 0.5)] = 0.5
     zeros, ones = np.zeros_like(decay), np.ones_like(decay)
@@ -247,7 +251,7 @@ def _heads(subject: Subject, begin: int, end: int) -> RecurrenceArrays:
     )
 
 
-def _same_outcome(subject: Subject, outcome: Outcome, how: str) -> Iterator[Comparison]:
+def same_outcome(subject: Subject, outcome: Outcome, how: str) -> Iterator[Comparison]:
     if subject.outcome.out.size:
         yield bitwise(outcome.out, subject.outcome.out, f"{how}: readout")
     if subject.outcome.recurrent_state.size:

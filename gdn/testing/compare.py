@@ -28,10 +28,11 @@ from gdn.errors import DTypeError, rejection
 class Tolerance:
     """How far a result may lie from its reference, and why that far.
 
-    relative_norm: the most that ‖actual − reference‖ / ‖reference‖ may be.
-    max_element: the most that one element's error may be, over the reference's own scale, max |reference|.
-        The norm alone would let one wrong element in 10^7 pass.
-    reason: where the two limits come from; it is printed when they are exceeded.
+    Attributes:
+        relative_norm: the most that ‖actual − reference‖ / ‖reference‖ may be.
+        max_element: the most that one element's error may be, over the reference's own scale, its largest magnitude.
+            The norm alone would let one wrong element in 10^7 pass.
+        reason: where the two limits come from; it is printed when they are exceeded.
     """
 
     relative_norm: float
@@ -93,15 +94,18 @@ def storage_tolerance(dtype_name: str) -> Tolerance:
 class Comparison:
     """What one comparison found. True when it passed.
 
-    measure: what was measured, in a table cell's width: "rel 1.3e-07", "bits", or what kept it from being
-        measured, such as "shape".
-    worst_error: for `close` the largest element error over the reference's scale; for `bitwise` the
-        distance at worst_coordinate; infinite where there is no number to give.
-    worst_coordinate, expected, got: where that is and the two values there (for `bitwise`, and for
-        non-finite values, the first place); None where nothing was compared or nothing differs.
-    num_differing: for `close` the elements past max_element or wrongly finite or non-finite; for `bitwise`
-        the elements whose bits differ.
-    message: one line that says it all.
+    Attributes:
+        measure: what was measured, in a table cell's width: "rel 1.3e-07", "bits", or what kept it from being
+            measured, such as "shape".
+        worst_error: for `close` the largest element error over the reference's scale; for `bitwise` the
+            distance at worst_coordinate; infinite where there is no number to give.
+        worst_coordinate: where that is (for `bitwise`, and for non-finite values, the first place); None where nothing
+            was compared or nothing differs.
+        expected: the value of the reference there.
+        got: the value of the result there.
+        num_differing: for `close` the elements past max_element or wrongly finite or non-finite; for `bitwise`
+            the elements whose bits differ.
+        message: one line that says it all.
     """
 
     name: str

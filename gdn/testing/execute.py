@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,9 @@ class Layouts:
         return self.qkv, self.gate, self.gate, self.state, self.index, self.index
 
 
+DENSE = Layouts()
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a call left: dense copies of its results, and whether it kept its hands off everything else."""
@@ -67,9 +71,10 @@ def execute(
     backend: str,
     arrays: RecurrenceArrays,
     out_dtype: str,
-    layouts: Layouts = Layouts(),
+    layouts: Layouts = DENSE,
+    call: Callable[..., Any] | None = None,
 ) -> Outcome:
-    """Run `gated_delta_recurrence_fwd` on copies of `arrays` with a NaN-filled `out`."""
+    """Run `gated_delta_recurrence_fwd`, or another `call`, on copies of `arrays` with a NaN-filled `out`."""
     buffers = [
         lay_out(values, layout, filler=7)
         for values, layout in zip(arrays.as_tuple(), layouts.by_argument(), strict=True)
@@ -78,19 +83,20 @@ def execute(
     out = lay_out(np.full(out_shape, np.nan, DTYPES[out_dtype]), layouts.out, filler=7)
     before = [buffer.copy() for buffer in (*buffers, out)]
     with on_backend(backend):
-        after = _run_on_gpu(buffers, out) if backend == "cuda" else _run_in_place(buffers, out)
+        run = _run_on_gpu if backend == "cuda" else _run_in_place
+        after = run(call or ops.gated_delta_recurrence_fwd, buffers, out)
     kept = tuple(_kept(name, old, new) for name, old, new in zip((*ARGUMENTS, "out"), before, after, strict=True))
     return Outcome(after[-1].array.copy(), after[ARGUMENTS.index("recurrent_state")].array.copy(), kept)
 
 
-def _run_in_place(buffers: list[Buffer], out: Buffer) -> list[Buffer]:
-    ops.gated_delta_recurrence_fwd(*(buffer.array for buffer in buffers), out=out.array)
+def _run_in_place(call: Callable[..., Any], buffers: list[Buffer], out: Buffer) -> list[Buffer]:
+    call(*(buffer.array for buffer in buffers), out=out.array)
     return [*buffers, out]
 
 
-def _run_on_gpu(buffers: list[Buffer], out: Buffer) -> list[Buffer]:
+def _run_on_gpu(call: Callable[..., Any], buffers: list[Buffer], out: Buffer) -> list[Buffer]:
     memories, on_gpu = zip(*(buffer.on_gpu() for buffer in (*buffers, out)), strict=True)
-    ops.gated_delta_recurrence_fwd(*on_gpu[:-1], out=on_gpu[-1])
+    call(*on_gpu[:-1], out=on_gpu[-1])
     return [replace(buffer, memory=memory.get()) for memory, buffer in zip(memories, (*buffers, out), strict=True)]
 
 

@@ -13,6 +13,8 @@ from typing import TypeVar
 from gdn.testing.cases import build_arrays
 from gdn.testing.catalogue import SweepCase
 from gdn.testing.checks import checks_of, reference_of, subject
+from gdn.testing.chunked_cases import ChunkedCase
+from gdn.testing.chunked_checks import chunked_checks_of, chunked_subject
 from gdn.testing.compare import Comparison
 from gdn.testing.conv1d_cases import Conv1dCase, build_conv1d_arrays
 from gdn.testing.conv1d_checks import CONV1D_CHECKS, conv1d_subject, reference_of_conv1d
@@ -106,6 +108,8 @@ def _prepare(case: SweepCase) -> _OnBackend:
         return lambda backend: _named(STEPS_CHECKS, steps_subject(case, backend, steps_arrays))
     arrays = build_arrays(case)
     reference = reference_of(arrays)
+    if isinstance(case, ChunkedCase):
+        return lambda backend: _named(chunked_checks_of(case), chunked_subject(case, backend, arrays, reference))
     return lambda backend: _named(checks_of(case), subject(case, backend, arrays, reference))
 
 

@@ -29,11 +29,11 @@ struct Grid {
     unsigned long long order_seed;  // 0: threads take turns in plain order
 };
 
-enum Collective : unsigned { SYNCWARP, SHFL, SHFL_XOR, SHFL_DOWN, BALLOT, ANY };
+enum Collective : unsigned { SYNCWARP, SHFL, SHFL_XOR, SHFL_DOWN, BALLOT, ANY, TOGETHER };
 
 inline const char* name_of(Collective collective) {
     constexpr const char* NAMES[] = {"__syncwarp",       "__shfl_sync",   "__shfl_xor_sync",
-                                     "__shfl_down_sync", "__ballot_sync", "__any_sync"};
+                                     "__shfl_down_sync", "__ballot_sync", "__any_sync",  "a product or load of matrices"};
     return NAMES[collective];
 }
 
@@ -49,6 +49,9 @@ struct Warp {
     unsigned value[WARP_LANES];
     unsigned source[WARP_LANES];  // the lane whose value it wants
     unsigned result[WARP_LANES];
+    // What the lanes do TOGETHER, done by the last to come, and what each of them brings for it.
+    void (*act)(void* const (&operands)[WARP_LANES]);
+    void* operands[WARP_LANES];
 };
 
 // Copies that a thread has started and not yet waited for. They happen at the wait, so that a kernel which forgets it
@@ -232,6 +235,10 @@ GDN_BETWEEN_FIBERS bool try_finish_collective(Warp& warp, unsigned lane) {
         unsigned votes = 0;
         for (unsigned other = 0; other < WARP_LANES; ++other) votes |= warp.value[other] << other;
         for (unsigned rest = expected; rest != 0; rest &= rest - 1) warp.result[first_lane(rest)] = votes & expected;
+    } else if (collective == TOGETHER) {
+        happens_after(&warp.operands);
+        warp.act(warp.operands);
+        happens_before(&warp.operands);
     } else {
         for (unsigned rest = expected; rest != 0; rest &= rest - 1) {
             const unsigned source = warp.source[first_lane(rest)];
@@ -268,6 +275,19 @@ __attribute__((noinline)) GDN_BETWEEN_FIBERS unsigned warp_collective(
     Block& block = *here.block;
     snprintf(block.error, sizeof block.error, "block %u: thread %u %s", block.block_idx, here.thread_idx.x, what);
     end_block(block);
+}
+
+// All lanes of a warp do something at once with what each of them brings.
+__attribute__((noinline)) GDN_BETWEEN_FIBERS void together(
+    void (*act)(void* const (&operands)[WARP_LANES]), void* operand) {
+    Warp& warp = here.block->warps[here.thread_idx.x / WARP_LANES];
+    if (warp.present != ~0u) refuse("multiplies matrices in a warp that is not whole");
+    if (warp.in_collective != 0 && warp.act != act) refuse("does not do with matrices what its warp does");
+    warp.act = act;
+    warp.operands[here.thread_idx.x % WARP_LANES] = operand;
+    happens_before(&warp.operands);
+    warp_collective(TOGETHER, ~0u, 0, 0);
+    happens_after(&warp.operands);
 }
 
 // `unit`: of which both addresses must be multiples.

@@ -154,6 +154,10 @@ inline int __popc(unsigned int value) { return __builtin_popcount(value); }
 inline float reciprocal_square_root(float value) { return 1.0f / sqrtf(value); }
 
 inline void hold(float&) {}
+template <typename Value>
+void hold_in_turn(Value&, int) {}
+template <typename Value>
+void hold_pointer(Value*&) {}
 
 inline float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
@@ -226,3 +230,5 @@ inline unsigned short float_to_bfloat16_bits(float value) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
     return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
+
+#include "host/tensor_core.h"

@@ -166,16 +166,18 @@ __device__ __forceinline__ void multiply_tiles(
     for (int i = 0; i < SCORE_TILES; ++i)
         #pragma unroll
         for (int j = 0; j < 4; ++j) products[i][j] = 0.0f;
-    #pragma unroll
+    const int lane = lane_in_turn(strip);
+    const int left_offset = column_first_offset<KEY_ROW_BYTES>(lane), right_offset = row_first_offset<KEY_ROW_BYTES>(lane);
+    #pragma unroll 2  // more would take too many registers
     for (int step = 0; step < PADDED_KEY_DIM / 16; ++step) {
         const int tile = step / 4 * KEY_TILE_BYTES;
         LeftOperand<OPERANDS> left;
-        load_block<KEY_ROW_BYTES>(left, left_tiles + tile, KEY_TERM_BYTES, 16 * strip, step % 4 * 2);
+        load_block<KEY_ROW_BYTES>(left, left_tiles + tile, KEY_TERM_BYTES, 16 * strip, step % 4 * 2, left_offset);
         #pragma unroll
         for (int other = 0; other < STRIPS; ++other) {
             if (other > strip) continue;
             RightOperands<OPERANDS> right;
-            load_rows<KEY_ROW_BYTES>(right, keys + tile, KEY_TERM_BYTES, 16 * other, step % 4 * 2);
+            load_rows<KEY_ROW_BYTES>(right, keys + tile, KEY_TERM_BYTES, 16 * other, step % 4 * 2, right_offset);
             right.multiply(products[2 * other], left, 0);
             right.multiply(products[2 * other + 1], left, 1);
         }
@@ -221,11 +223,20 @@ struct RawGates {
             }
         }
     }
+
+    // Until make_gates, which has them replaced: products in between need the registers.
+    __device__ __forceinline__ void leave_in(Gates& gates) const {
+        #pragma unroll
+        for (int i = 0; i < TOKENS_OF_LANE; ++i) {
+            const int token = static_cast<int>(threadIdx.x) % 32 * TOKENS_OF_LANE + i;
+            gates.log_decay[token] = decay[i];
+            gates.beta[token] = beta[i];
+        }
+    }
 };
 
-// One warp makes the gates and scalars of a value head.
-__device__ __forceinline__ void make_gates(
-    const RawGates& raw, const TokenNorms& norms, Gates& gates, ChunkScalars& scalars) {
+// One warp makes the gates and scalars of a value head, each lane from raw gates that it left.
+__device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates, ChunkScalars& scalars) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float sums[TOKENS_OF_LANE], keys[TOKENS_OF_LANE], betas[TOKENS_OF_LANE];
     int zeros[TOKENS_OF_LANE];
@@ -235,8 +246,8 @@ __device__ __forceinline__ void make_gates(
     #pragma unroll
     for (int i = 0; i < TOKENS_OF_LANE; ++i) {
         const int token = lane * TOKENS_OF_LANE + i;
-        float decay = raw.decay[i];
-        float beta = raw.beta[i];
+        float decay = gates.log_decay[token];
+        float beta = gates.beta[token];
         float key = norms.key[token];
         // A decay below 0 has no logarithm.
         if (!is_finite(key) || !is_finite(beta) || !is_finite(decay) || decay < 0.0f) {
@@ -343,8 +354,7 @@ __device__ __forceinline__ float2 of_columns(const float* values, int tile) {
 }
 
 __device__ __forceinline__ void make_scores(
-    const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, unsigned char* scores) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, unsigned char* scores, int lane) {
     const float unit = whole_power(-gates.score_power);
     const ProductRow rows[2] = {ProductRow(gates, strip, 0), ProductRow(gates, strip, 1)};
     #pragma unroll
@@ -368,8 +378,7 @@ __device__ __forceinline__ void make_scores(
 }
 
 __device__ __forceinline__ void make_triangle(
-    const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, Triangle& triangle) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float (&products)[SCORE_TILES][4], int strip, const Gates& gates, Triangle& triangle, int lane) {
     const ProductRow rows[2] = {ProductRow(gates, strip, 0), ProductRow(gates, strip, 1)};
     const float factors[2] = {gates.beta[rows[0].token] * gates.key[rows[0].token],
                               gates.beta[rows[1].token] * gates.key[rows[1].token]};
@@ -405,7 +414,8 @@ __device__ __forceinline__ void note_begin(
     if (begins_here) chunk_plan[&row.begin - plan.entries] = chunk;
 }
 
-constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 75 * 1024 ? 3 : 2;  // of a multiprocessor
+// Of a multiprocessor; raw rows of wide keys are too many registers for three.
+constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 75 * 1024 && KEY_HEAD_DIM <= 128 ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_delta_chunk_prepare(
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
@@ -450,18 +460,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     make_tiles(key_rows, shared.tiles, key_out, shared.norms.key);
     make_tiles(query_rows, queries, key_out == nullptr ? nullptr : key_out + OPERANDS * KEY_TERM_BYTES,
                shared.norms.query);
+    if (warp < num_heads) raw_gates.leave_in(shared.gates[warp]);
     __syncthreads();
     float products[SCORE_TILES][4];
     if (multiplies) multiply_tiles(products, multiplies_queries ? queries : shared.tiles, shared.tiles, strip);
 
     if (warp < num_heads)
-        make_gates(raw_gates, shared.norms, shared.gates[warp],
+        make_gates(shared.norms, shared.gates[warp],
                    *reinterpret_cast<ChunkScalars*>(head_out(warp) + SCALARS_OFFSET));
     __syncthreads();  // now the tiles of keys and queries are free
     for (int head = 0; head < num_heads && multiplies; ++head) {
         const Gates& gates = shared.gates[head];
-        if (multiplies_queries) make_scores(products, strip, gates, shared.scores(head));
-        if (!multiplies_queries) make_triangle(products, strip, gates, shared.triangles[head]);
+        const int lane = lane_in_turn(head);
+        if (multiplies_queries) make_scores(products, strip, gates, shared.scores(head), lane);
+        if (!multiplies_queries) make_triangle(products, strip, gates, shared.triangles[head], lane);
     }
     __syncthreads();
     if (warp < 4) {

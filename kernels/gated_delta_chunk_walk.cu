@@ -158,14 +158,7 @@ __device__ __forceinline__ ColumnPowers column_powers(
     return {sums, state, values};
 }
 
-// Products are made for 16 tokens at once, in a turn of a loop. The lane as that turn knows it: addresses made from it take
-// no registers in other turns.
-__device__ __forceinline__ int lane_in_turn(int turn) {
-    int lane = static_cast<int>(threadIdx.x) % 32;
-    hold_in_turn(lane, turn);
-    return lane;
-}
-
+// Products are made for 16 tokens at once, in a turn of a loop.
 using SomeSums = float[2][4];
 
 __device__ __forceinline__ void clear(SomeSums& sums) {

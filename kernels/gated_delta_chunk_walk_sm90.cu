@@ -383,6 +383,7 @@ __device__ __forceinline__ void load_state(State& state, const Stored* source, C
             for (int next = 0; next < 2; ++next) {
                 float& value = state[tile][2 * half + next];
                 value = bad ? 0.0f : value * scale;
+                hold(value);  // or what was read of a 16-bit pool would be kept along with it
             }
     }
 }

@@ -128,6 +128,13 @@ __device__ __forceinline__ int operand_offset(int lane_offset, int row, int piec
     return row * ROW_BYTES + (lane_offset ^ piece * 16);
 }
 
+// The lane as one turn of a loop, or one part of a kernel, knows it: addresses made from it take no registers elsewhere.
+__device__ __forceinline__ int lane_in_turn(int turn) {
+    int lane = static_cast<int>(threadIdx.x) % 32;
+    hold_in_turn(lane, turn);
+    return lane;
+}
+
 // The right operands whose columns are 16 rows of a tile, or that are 16 rows of a tile. Each term has a tile, `term_bytes`
 // apart.
 template <int ROW_BYTES, int TERMS>
@@ -158,8 +165,9 @@ __device__ __forceinline__ void load_rows(
 }
 template <int ROW_BYTES, int TERMS>
 __device__ __forceinline__ void load_block(
-    LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece) {
-    const int offset = operand_offset<ROW_BYTES>(column_first_offset<ROW_BYTES>(), row, piece);
+    LeftOperand<TERMS>& left, const unsigned char* tile, int term_bytes, int row, int piece,
+    int lane_offset = column_first_offset<ROW_BYTES>()) {
+    const int offset = operand_offset<ROW_BYTES>(lane_offset, row, piece);
     #pragma unroll
     for (int term = 0; term < TERMS; ++term) load_matrices(left.words[term], tile + term * term_bytes + offset);
 }

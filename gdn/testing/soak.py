@@ -8,7 +8,7 @@ and finite; memory must have stopped growing once the loop is warm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ class Growth:
         return self.most - self.warm <= _ALLOWED_GROWTH[self.kind]
 
 
-def soak(case: SoakCase, backend: str, num_steps: int) -> Iterator[Checkpoint]:
+def soak(case: SoakCase, backend: str, num_steps: int) -> Generator[Checkpoint, None, None]:
     """Run a loop for so many steps; yields what is found at each checkpoint, the last one at the end."""
     random = np.random.default_rng(case.seed)
     loop = _Loop(case, backend, random)

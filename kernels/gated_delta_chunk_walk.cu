@@ -232,14 +232,14 @@ __device__ __forceinline__ void multiply_triangle(
     }
 }
 
-// Calls visit(token, half, sum) for what a lane holds.
+// Calls visit(token, half, sum) for what a lane holds of the tokens from `first` on.
 template <typename Visit>
-__device__ __forceinline__ void for_each_token(SomeSums& sums, const Visit& visit) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+__device__ __forceinline__ void for_each_token(SomeSums& sums, int first, const Visit& visit) {
+    const int token = first + lane_in_turn(first) % 4 * 2;
     #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
         #pragma unroll
-        for (int i = 0; i < 4; ++i) visit(8 * tile + lane % 4 * 2 + i % 2, i / 2, sums[tile][i]);
+        for (int i = 0; i < 4; ++i) visit(token + 8 * tile + i % 2, i / 2, sums[tile][i]);
 }
 
 // The part of an operand for the tokens from `first` on. Registers have no index, so each asks whether it is the one.
@@ -282,7 +282,7 @@ struct ChunkTokens {
 // tiles are read without waiting.
 template <int TILES, int UNROLLED = TILES, typename Visit>
 __device__ __forceinline__ void for_each_value(const ChunkTokens& tokens, int first, const Visit& visit) {
-    int token = first + static_cast<int>(threadIdx.x) % 4 * 2;
+    int token = first + lane_in_turn(tokens.length + first) % 4 * 2;
     const WORK_TYPE* source = tokens.value + token * tokens.value_token_stride;
     long long channel_stride = tokens.value_channel_stride;
     if (!IS_PACKED) hold_in_turn(channel_stride, first);
@@ -335,7 +335,7 @@ struct ColumnValues {
 
 // Write the readout of the tokens from `first` on.
 __device__ __forceinline__ void store_readout(const SomeSums& readout, const ChunkTokens& tokens, int first) {
-    int token = first + static_cast<int>(threadIdx.x) % 4 * 2;
+    int token = first + lane_in_turn(tokens.length + first) % 4 * 2;
     OUT_TYPE* target = tokens.out + token * tokens.out_token_stride;
     long long channel_stride = tokens.out_channel_stride;
     if (!IS_PACKED) hold_in_turn(channel_stride, first);
@@ -358,8 +358,8 @@ __device__ __forceinline__ void set_remainders(
     const ColumnPowers (&powers)[2], const ChunkScalars& scalars, int first) {
     const float memory_scales[2] = {powers[0].memory_scale(), powers[1].memory_scale()};
     const float value_scales[2] = {whole_power(-powers[0].values), whole_power(-powers[1].values)};
-    for_each_token(sums, [&](int token, int half, float& sum) {
-        sum *= memory_scales[half] * scalars.decayed_key[first + token];
+    for_each_token(sums, first, [&](int token, int half, float& sum) {
+        sum *= memory_scales[half] * scalars.decayed_key[token];
     });
     for_each_value<2>(tokens, first, [&](int token, int half, float value, int i) {
         const float counted = token < values.first_bad[half] ? value : 0.0f;
@@ -377,7 +377,7 @@ __device__ __forceinline__ void set_deltas(
     multiply_triangle(sums, remainders, stage.solver(), first);
     set_operand(deltas, sums, first);
     const float update_unit = whole_power(-scalars.update_power);
-    for_each_token(sums, [&](int token, int, float& sum) { sum *= scalars.update[first + token] * update_unit; });
+    for_each_token(sums, first, [&](int token, int, float& sum) { sum *= scalars.update[token] * update_unit; });
     set_operand(updates, sums, first);
 }
 
@@ -388,13 +388,13 @@ __device__ __forceinline__ void make_readout(
     const ChunkScalars& scalars = stage.scalars();
     const float memory_scales[2] = {powers[0].memory_scale(), powers[1].memory_scale()};
     const float out_scales[2] = {whole_power(powers[0].values), whole_power(powers[1].values)};
-    for_each_token(sums, [&](int token, int half, float& sum) {
-        sum *= scalars.decayed[first + token] * memory_scales[half];
+    for_each_token(sums, first, [&](int token, int half, float& sum) {
+        sum *= scalars.decayed[token] * memory_scales[half];
     });
     multiply_triangle(sums, deltas, stage.scores(), first);
-    for_each_token(sums, [&](int token, int half, float& sum) {
-        sum *= scalars.query[first + token] * out_scales[half];
-        if (first + token >= values.first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
+    for_each_token(sums, first, [&](int token, int half, float& sum) {
+        sum *= scalars.query[token] * out_scales[half];
+        if (token >= values.first_bad[half]) sum = __uint_as_float(0x7FFFFFFFu);
     });
     store_readout(sums, tokens, first);
 }
@@ -528,7 +528,9 @@ struct Walk {
     }
     __device__ __forceinline__ ChunkTokens tokens(unsigned int chunk, const WalkColumns& columns) const {
         const long long token = plan.chunk(chunk).token;
-        const long long channel = static_cast<long long>(columns.value_head) * VALUE_HEAD_DIM + columns.column;
+        int column = static_cast<int>(columns.column);
+        hold_in_turn(column, static_cast<int>(chunk));
+        const long long channel = static_cast<long long>(columns.value_head) * VALUE_HEAD_DIM + static_cast<unsigned int>(column);
         const long long value_channel = 2 * slab.num_key_heads * KEY_HEAD_DIM + channel;
         return {qkv_conv_output + token * qkv_token_stride + value_channel * qkv_channel_stride,
                 qkv_token_stride,

@@ -296,9 +296,10 @@ __device__ __forceinline__ void set_bad_apart(ChunkValues& values, Columns& colu
 }
 
 // Units. Values, R and V' have those of the sums, so that nothing but the decay comes between chunks. That fits while what
-// is largest of state and values lies between these powers: no product overflows float16 then, whatever the keys are. (With
-// m the larger one of values and state before a chunk: |R| <= 12.4 m, |V'| <= 2 (129 m + 11.4 m), the state behind it at
-// most 139 m, since a step of the recurrence with beta <= 2 lengthens no column but by what it adds.)
+// is largest of state and values lies between these powers: no product overflows float16 then, whatever the keys are. The
+// state is that of a chunk earlier, which is known in time. With m the larger one of it and of values: a step of the
+// recurrence with beta <= 2 lengthens no column but by what it adds, so the state before the chunk is at most 139 m, its
+// columns 1,600 m long, and |V'| <= 2 (129 m + 1,600 m), 55,000 for m = 2^4.
 constexpr int LOWEST_POWER = -3;
 constexpr int HIGHEST_POWER = 4;
 constexpr int WANTED_POWER = 0;  // where new units put it

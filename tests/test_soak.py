@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -145,7 +146,9 @@ def test_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def leaking(inputs: Any) -> None:
         right(inputs)
-        leaked.append(np.full(1 << 18, 1, np.uint8))
+        block = mmap.mmap(-1, 1 << 18)  # not out of the heap, which may have as much free that is resident already
+        block.write(b"1" * (1 << 18))
+        leaked.append(block)
 
     monkeypatch.setattr(numpy_backend, "gated_delta_state_fold", leaking)
     result = gdn_soak(*SMALL[:4], "--steps", "320")

@@ -415,7 +415,9 @@ def test_the_covering_set_covers() -> None:
     assert {architecture for architecture, _ in macros} == set(ARCHITECTURES)
     assert {int(each["KEY_HEAD_DIM"]) for _, each in macros if "KEY_HEAD_DIM" in each} == set(HEAD_DIMS)
     for pair in product(("float", "bfloat16", "float16"), repeat=2):
-        assert pair in {(each["WORK_TYPE"], each["STATE_TYPE"]) for _, each in macros if "WORK_TYPE" in each}
+        assert pair in {
+            (each["WORK_TYPE"], each["STATE_TYPE"]) for _, each in macros if {"WORK_TYPE", "STATE_TYPE"} <= each.keys()
+        }
 
 
 def test_the_covering_set_covers_the_ring() -> None:

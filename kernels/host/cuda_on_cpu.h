@@ -148,6 +148,7 @@ inline float __uint_as_float(unsigned int bits) {
 }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(value)); }
 inline int __popc(unsigned int value) { return __builtin_popcount(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
 
 // ---- intrinsics.cuh ----
 

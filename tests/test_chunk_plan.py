@@ -58,7 +58,10 @@ def test_sizes_of_a_model() -> None:
         (1, 32_768, (9, 57)),
     ],
 )
-def test_long_rows_are_split_so_that_slabs_overlap(batch_size: int, row_len: int, slabs: tuple[int, int]) -> None:
+def test_long_rows_are_split_so_that_slabs_overlap(
+    batch_size: int, row_len: int, slabs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
     layout = ChunkLayout(QWEN, "bfloat16", "float32", batch_size, batch_size * row_len, 1)
     assert (layout.num_slabs, layout.slab_chunks) == slabs
     assert layout.all_slabs_bytes == min(2, slabs[0]) * layout.slab_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gdn.arrays import take
-from gdn.backends import chunked, cuda, early_launch
+from gdn.backends import chunk_layout, chunked, cuda, early_launch
 from gdn.backends import gated_delta_chunk_prepare as prepare_kernel
 from gdn.backends.chunk_layout import ChunkLayout
 from gdn.backends.early_launch import EarlyLaunch
@@ -108,19 +108,22 @@ def test_what_the_driver_refuses_is_an_error(driver: Driver, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("begins_early", "capability", "driver_version", "is_early"),
+    ("begins_early", "capability", "driver_version", "switch", "is_early"),
     [
-        (True, (9, 0), 12030, True),
-        (True, (12, 0), 13000, True),
-        (False, (9, 0), 13000, False),
-        (True, (8, 9), 13000, False),  # kernels for it do not wait
-        (True, (9, 0), 12020, False),
+        (True, (9, 0), 12030, "1", True),
+        (True, (12, 0), 13000, "1", True),
+        (False, (9, 0), 13000, "1", False),
+        (True, (8, 9), 13000, "1", False),  # kernels for it do not wait
+        (True, (9, 0), 12020, "1", False),
+        (True, (9, 0), 13000, "0", False),
+        (True, (9, 0), 13000, None, False),
     ],
 )
 def test_when_a_launch_begins_early(
     begins_early: bool,
     capability: tuple[int, int],
     driver_version: int,
+    switch: str | None,
     is_early: bool,
     driver: Driver,
     monkeypatch: pytest.MonkeyPatch,
@@ -134,6 +137,9 @@ def test_when_a_launch_begins_early(
 
     others: list[tuple[int, ...]] = []
     early_launch.is_possible.cache_clear()
+    monkeypatch.delenv("GDN_OVERLAP", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("GDN_OVERLAP", switch)
     monkeypatch.setattr(cuda, "capability", lambda device: capability)
     monkeypatch.setattr(cuda, "load", lambda variant, device: SimpleNamespace(kernel=SimpleNamespace(ptr=11)))
     monkeypatch.setattr(cuda, "_thread", cuda._Thread())
@@ -160,8 +166,9 @@ def test_when_a_launch_begins_early(
         assert others == [(*ready._before_stream, 7, *ready._behind_stream)]
 
 
-def test_slabs_take_turns_in_memory_and_in_time() -> None:
+def test_slabs_take_turns_in_memory_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes a slab ready may overlap the walk over the one before, which lies elsewhere."""
+    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
     plan, *slabs = chunked_launches(4096)
     assert not plan.begins_early
     prepares, walks = slabs[::2], slabs[1::2]
@@ -197,7 +204,8 @@ def test_a_walk_waits_before_it_does_anything(stem: str) -> None:
     assert body.split()[:2] == ["wait_for_grid_before();", "let_next_grid_begin();"]
 
 
-def test_kernels_that_begin_early_are_those_that_wait() -> None:
+def test_kernels_that_begin_early_are_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
     early = {launch.variant.kernel.stem for launch in chunked_launches(4096) if launch.begins_early}
     assert all("wait_for_grid_before()" in source(f"{stem}.cu").split('extern "C" __global__')[1] for stem in early)
     assert early == {"gated_delta_chunk_prepare", "gated_delta_chunk_walk"}

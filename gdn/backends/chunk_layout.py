@@ -17,9 +17,9 @@ from gdn.geometry import HeadGeometry
 PART_ALIGNMENT = 256
 #: Bytes that a workspace stays below, unless one chunk alone is more.
 MAX_WORKSPACE_BYTES = 128 << 20
-#: Slabs that long rows are split into at least, so that one is made ready while another is walked over: as many as have
-#: this number of chunks of each row that is walked along.
-OVERLAPPED_SLABS = 4
+#: Slabs that long rows are split into at least, so that one can be made ready while another is walked over: as many as
+#: have this number of chunks of each row that is walked along. 1 while overlap is not the default: slabs cost time.
+OVERLAPPED_SLABS = 1
 CHUNKS_OF_OVERLAPPED_SLAB = 16
 #: Chunks that the kernels can count.
 MAX_CHUNKS = 2**30 - 1

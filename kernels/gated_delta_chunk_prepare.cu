@@ -193,14 +193,9 @@ __device__ __forceinline__ void multiply_tiles(
 constexpr int TOKENS_OF_LANE = CHUNK_LEN / 32;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
-template <typename Value>
-__device__ __forceinline__ Value max_across_lanes(Value value) {
-    #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const Value other = __shfl_xor_sync(0xFFFFFFFFu, value, distance);
-        value = other > value ? other : value;
-    }
-    return value;
+// Of numbers that are neither below 0 nor NaN: their order is that of their bits.
+__device__ __forceinline__ float max_across_lanes(float value) {
+    return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
 }
 
 __device__ __forceinline__ int held_power(float largest) {
@@ -246,7 +241,7 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
     int zeros[TOKENS_OF_LANE];
     float sum = 0.0f;
     int zero = -1;
-    int num_bad = 0;  // CHUNK_LEN minus the first token that is not finite
+    unsigned int num_bad = 0;  // CHUNK_LEN minus the first token that is not finite
     #pragma unroll
     for (int i = 0; i < TOKENS_OF_LANE; ++i) {
         const int token = lane * TOKENS_OF_LANE + i;
@@ -255,7 +250,7 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
         float key = norms.key[token];
         // A decay below 0 has no logarithm.
         if (!is_finite(key) || !is_finite(beta) || !is_finite(decay) || decay < 0.0f) {
-            num_bad = max(num_bad, CHUNK_LEN - token);
+            num_bad = max(num_bad, static_cast<unsigned int>(CHUNK_LEN - token));
             decay = 1.0f;
             beta = 0.0f;
             key = 0.0f;
@@ -301,7 +296,7 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
     const int update_power = held_power(max_across_lanes(largest_update));
     const int score_power = held_power(max_across_lanes(largest_key));
     const int solve_power = held_power(max_across_lanes(largest_beta));
-    const int num_good = CHUNK_LEN - max_across_lanes(num_bad);
+    const int num_good = CHUNK_LEN - static_cast<int>(__reduce_max_sync(0xFFFFFFFFu, num_bad));
     const float root = __fsqrt_rn(static_cast<float>(KEY_HEAD_DIM));
     #pragma unroll
     for (int i = 0; i < TOKENS_OF_LANE; ++i) {

@@ -89,6 +89,10 @@ inline int __any_sync(unsigned int mask, int predicate) {
     return gdn_on_cpu::warp_collective(gdn_on_cpu::ANY, mask, predicate != 0, 0) != 0;
 }
 
+inline unsigned int __reduce_max_sync(unsigned int mask, unsigned int value) {
+    return gdn_on_cpu::warp_collective(gdn_on_cpu::REDUCE_MAX, mask, value, 0);
+}
+
 inline unsigned int atomicAdd(unsigned int* address, unsigned int value) {
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }

@@ -206,17 +206,20 @@ def one_hot(call: Call, element: int, value: float) -> Call:
 
 
 def test_a_chunk_decays_before_the_error(make: Callable[..., Call], backend: str) -> None:
-    """Beside field case 50: the first token of a chunk over a state, and one behind a delta of its own chunk.
+    """Beside field case 50: the first tokens of chunks over a state, and one behind a delta of its own chunk.
 
-    Each erases half of what there was, which half was decayed away; an error before the decay would leave -1/2.
+    Half of what there was decays, and of that the first two erase all, the one in the middle, with beta 1/2, half. An
+    error before the decay would erase twice as much.
     """
     call = one_hot(make(lengths=(66,)), 0, 0)
     call["recurrent_state"][0] = 1
-    call["qkv_conv_output"][32, 64:] = 1  # values of a token in the middle, which the next one erases
+    call["qkv_conv_output"][32, 64:] = 1  # the value of the one token that writes
     call["decay_per_token"][[0, 33, 64]] = 0.5
+    call["beta_per_token"][33:64] = 0
+    call["beta_per_token"][33] = 0.5
     out, pool = by_chunks(call, backend)
-    written = np.abs(out).max(axis=1) > 1e-3
-    assert np.flatnonzero(written).tolist() == [32]
+    expected = np.repeat([0, 1, 0.25, 0], [32, 1, 31, 2]) / np.sqrt(32)
+    np.testing.assert_allclose(out, np.tile(expected[:, None], (1, 64)), rtol=1e-3, atol=1e-4)
     assert np.abs(pool[0, :, 0]).max() < 1e-3
     np.testing.assert_allclose(pool[0, :, 1:], 0.125, rtol=1e-3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -751,6 +752,23 @@ def test_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mon
     reason = host.unavailable_reason()
     assert reason is not None
     assert reason.startswith("the C++ compiler does not work")
+
+
+@pytest.mark.parametrize("name", ["mein Übersetzer", "o'brien's c++", 'a "c++"'])
+def test_a_compiler_whose_path_is_no_word_of_a_shell(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside field cases 77, 89: blanks, quotes and letters beyond ASCII in the path of the compiler; CXX is that path
+    as it is, with nothing quoted."""
+    (real,) = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
+    compiler = tmp_path / name
+    compiler.symlink_to(Path(shutil.which(real) or real))
+    monkeypatch.setenv("CXX", str(compiler))
+    assert host.unavailable_reason() is None
+    assert host._toolchain().command[0] == str(compiler)
+    compiler.unlink()
+    monkeypatch.setenv("CXX", f"{compiler} ")  # of another value, as answers are remembered
+    assert host.unavailable_reason() == f"no C++ compiler: CXX={compiler}  is not on PATH"
 
 
 def test_flag_that_the_compiler_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,12 @@ def new_op_call(request: pytest.FixtureRequest) -> Callable[..., Call]:
     return lambda dtype="float32": make(dtype)
 
 
+@pytest.fixture
+def op_calls() -> dict[str, Callable[[str], Call]]:
+    """Makes calls of the op of a name, each time with the same values: `op_calls["conv1d"]("float32")`."""
+    return OP_CALLS
+
+
 def _whole_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     while isinstance(array.base, np.ndarray):
         array = array.base

@@ -287,7 +287,7 @@ def test_pending_records_past_2_to_32_elements(backend: str) -> None:
 def test_a_captured_graph_follows_what_is_pending(
     new_verify: type[VerifyCall], new_call: type[Call], op: str, lengths: tuple[int, ...]
 ) -> None:
-    """Rows and counts of pending records change between replays, fused, lazy, overflowing, padding, nothing.
+    """Beside field case 11: ring rows of pending records change, padding among them, and their counts.
 
     Each replay equals the same call made plainly on copies of the same arrays.
     """

@@ -202,7 +202,7 @@ def test_chunks_past_32_bits(new_call: type[Call], backend: str, argument: str) 
     """Beside field cases 1, 3: by chunks, whose kernels find tokens and slots by a plan and not by the tables."""
 
     def make() -> Call:
-        call = new_call((1, 2, 32, 32), (65, 0, 3, 70), max_slots=6)
+        call = new_call((1, 2, 32, 32), (65, 0, 3, 65), max_slots=6)  # the last token is a chunk
         call["algorithm"], call["slot_idx"] = "chunked", np.array([5, 2, 1, 4], np.uint32)
         return call
 

@@ -127,7 +127,7 @@ def test_records_far_apart_in_a_ring_row(backend: str) -> None:
     qkv, decay, beta, start, slots, offsets = (xp.asarray(array) for array in build_arrays(case).as_tuple())
     row, counts = xp.asarray([1], xp.uint32), xp.asarray([3], xp.uint32)
     results = []
-    for record_stride in (heads.record_elements + 2, 2**28 + 2**25):
+    for record_stride in (heads.record_elements + 2, 2**28 + 2**27):
         ring = zeros(backend, (2, heads.num_key_heads, RING_LEN, record_stride), start.dtype)
         pool = start.copy()
         verify = (qkv, decay, beta, pool, slots, offsets, ring, row)

@@ -280,7 +280,7 @@ def new_op_call(request: pytest.FixtureRequest) -> Callable[..., Call]:
 
 @pytest.fixture
 def op_calls() -> dict[str, Callable[[str], Call]]:
-    """Makes calls of the op of a name, each time with the same values: `op_calls["conv1d"]("float32")`."""
+    """Makes a call of any op, by name and type: `op_calls["fold"](dtype)`."""
     return OP_CALLS
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gdn
-from gdn import ops
+from gdn import arrays, ops
 from gdn.arrays import DTYPES
 from gdn.backends import host, launch
 from gdn.geometry import HeadGeometry
@@ -153,8 +153,8 @@ class Call:
 
     def _bytes(self) -> list[bytes]:
         """All memory behind the arguments."""
-        arrays = [value for value in self.arguments.values() if isinstance(value, np.ndarray)]
-        return [_whole_memory(array).tobytes() for array in arrays]
+        given = [value for value in self.arguments.values() if isinstance(value, np.ndarray)]
+        return [_whole_memory(array).tobytes() for array in given]
 
 
 class VerifyCall(Call):
@@ -312,6 +312,19 @@ def new_verify() -> type[VerifyCall]:
 def new_fold() -> type[FoldCall]:
     """Makes fold calls."""
     return FoldCall
+
+
+@pytest.fixture
+def stale_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that gdn makes hold bytes of 0xFF, NaN in every float, as memory that was used before may."""
+    new_array = arrays.empty
+
+    def stale(*arguments: Any) -> Any:
+        array = new_array(*arguments)
+        array.ravel().view(np.uint8)[...] = 0xFF
+        return array
+
+    monkeypatch.setattr(arrays, "empty", stale)
 
 
 @pytest.fixture

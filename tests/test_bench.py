@@ -24,7 +24,7 @@ from gdn.bench import check as check_module
 from gdn.bench import oracle_check
 from gdn.bench.build import DoesNotFit, build_workload, plan_sets
 from gdn.bench.case_lists import build_cases, named_case, named_cases, partial_acceptance
-from gdn.bench.cases import BenchCase, CaseOptions
+from gdn.bench.cases import REGIMES, BenchCase, CaseOptions
 from gdn.bench.check import CheckFailed, check_workload
 from gdn.bench.cpu import CpuMachine
 from gdn.bench.cuda import GpuMachine
@@ -401,7 +401,10 @@ def grow_last_record(inputs: Any, readout: Any) -> None:
 def test_a_case_that_fails_its_check_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, regime: str, op: str, change: Callable[..., None], message: str
 ) -> None:
-    """Beside field case 90: the check before the clock is fed one wrong element, or a wrong state alone."""
+    """Beside field case 90: the check before the clock is fed one wrong element, or a wrong state alone.
+
+    Beside field case 5: each of them is finite.
+    """
     changed(monkeypatch, op, change)
     case = next(case for case in cases(regime, cold=False)[::-1] if case.loop is None)
     (row,) = measure(case, CpuMachine("numpy"), CEILINGS, 3).rows
@@ -632,6 +635,39 @@ def test_a_mistake_in_the_usage_ends_with_2(arguments: tuple[str, ...], message:
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("regime", [regime for regime in REGIMES if regime not in ("prefill", "gates")])
+def test_every_regime_is_held_to_the_pool(monkeypatch: pytest.MonkeyPatch, regime: str) -> None:
+    """Beside field case 16: in each regime with a pool a second batch that is too large ends it before the first."""
+    for module in ("build", "layer_build"):
+        monkeypatch.setattr(f"gdn.bench.{module}.plan_sets", lambda *case: pytest.fail("it began"))
+    result = bench(regime, *TINY, "--batch", "8,9", "--max-slots", "8")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "batch: expected at most max_slots = 8 sequences, got 9" in result.stderr
+
+
+def test_named_cases_and_rows_are_held_to_the_pool() -> None:
+    """Beside field case 16: a batch may also come with a named case, or with the rows of a prefill."""
+    for arguments, words in (
+        (("--case", "decode_batch", "--max-slots", "23"), "at most max_slots = 23 sequences, got 24"),
+        (("--case", "ring_48_layers", "--max-slots", "239"), "at most max_slots = 239 sequences of 48 layers, got 5"),
+        (("prefill", "--max-slots", "3"), "at most max_slots = 3 sequences, got 4"),
+    ):
+        result = bench(*TINY, *arguments)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        assert f"batch: expected {words}" in result.stderr
+
+
+@pytest.mark.parametrize("regime", ["decode", "verify", "fold", "fused", "lazy", "step"])
+def test_a_batch_that_fills_the_pool(regime: str) -> None:
+    """Beside field case 16: as many sequences as the pool may have slots are one set, and no slot lies behind it."""
+    for case in cases(regime, batches=(8,), max_slots=8):
+        workload = build_workload(case, SmallMachine())
+        assert len(workload.pool) == 8
+        assert [sorted(inputs.row_ids.ravel().tolist()) for inputs in workload.sets] == [list(range(8))]
+        check_workload(workload)
 
 
 def test_save_and_compare(tmp_path: Path) -> None:

@@ -88,6 +88,30 @@ def test_values_may_change_between_runs(make: Callable[[str], Call], backend: st
     assert bits(bound) == bits(plain)
 
 
+@pytest.mark.parametrize("op", ["fwd-pending", "verify", "verify-pending", "fold", "conv1d", "conv1d-commit"])
+def test_padding_moves_from_run_to_run(op_calls: dict[str, Callable[[str], Call]], backend: str, op: str) -> None:
+    """Beside field case 11: each run of a bound call skips the rows that are padding then, as a replay does."""
+    bound, plain = (put(op_calls[op]("float32"), backend) for _ in range(2))
+    run = bind(bound, backend)
+    slots = "row_ids" if op == "fold" else "slot_idx"
+    right = bound[slots].copy()
+    written = [name for name in bound.arguments if name in ("ring", "out") or name.endswith("_state")]
+    for places in ([], [0], [1], [0, 1], []):
+        for call in (bound, plain):
+            call[slots][...] = right
+            call[slots][..., places] = gdn.PAD_SLOT
+            if "out" in call.arguments:
+                call["out"][...] = 7
+        before = [bound[name].tobytes() for name in written]
+        run()
+        plain.run(backend)
+        after = [bound[name].tobytes() for name in written]
+        assert after == [plain[name].tobytes() for name in written]
+        if len(places) == 2:
+            for name, old, new in zip(written, before, after, strict=True):
+                assert old == new if name != "out" else not bound["out"].any()
+
+
 @pytest.mark.parametrize("table", ["slot_idx", "input_row_offsets"])
 def test_index_values_of_numpy_arrays_are_checked_at_each_run(call: Call, cpu_backend: str, table: str) -> None:
     run = bind(call, cpu_backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,7 @@ def test_bytes_of_a_workspace(make: Callable[..., Call]) -> None:
 def test_a_workspace_may_hold_anything_and_nothing_beside_it_is_written(
     make: Callable[..., Call], cpu_backend: str, algorithm: str, offset: int
 ) -> None:
+    """Beside field cases 21, 22: bytes of 0xFF, which are NaN, where a call keeps what is between its kernels."""
     plain, given = make(algorithm), make(algorithm)
     size = workspace_bytes(given)
     whole = memory(size + 1024 + offset)
@@ -346,6 +348,7 @@ def test_pending_records_are_folded_first(make: Callable[..., Call], cpu_backend
 
 
 def test_auto_takes_each_row_as_one_of_the_others(make: Callable[..., Call], cpu_backend: str) -> None:
+    """Beside field case 33: rows of 127 and 128 tokens are on either side of what "auto" takes by chunks."""
     calls = {algorithm: make(algorithm) for algorithm in chunked.ALGORITHMS}
     for call in calls.values():
         call["slot_idx"] = np.array([4, 1, 0, 5, gdn.PAD_SLOT], np.uint32)  # the last short row is padding
@@ -373,6 +376,53 @@ def test_rows_that_no_sequence_owns(make: Callable[..., Call], cpu_backend: str,
     assert (call["out"][owned] != 7).all()
     changed = (call["recurrent_state"] != before).any(axis=(1, 2, 3))
     np.testing.assert_array_equal(changed, [False, True, True, False, False, False])
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "auto"])
+def test_padding_first_and_last(make: Callable[..., Call], cpu_backend: str, algorithm: str) -> None:
+    """Beside field case 7: rows of chunks are padding before and behind live ones, their tokens NaN.
+
+    The live rows have the bits that they have by themselves.
+    """
+    lengths, slots = (130, 0, 129, 3, 150), [gdn.PAD_SLOT, 1, 4, 0, gdn.PAD_SLOT]
+    call, live = make(algorithm, lengths), make(algorithm, lengths)
+    call["slot_idx"] = np.array(slots, np.int64).astype(np.uint32).view(np.int32)
+    for name in ("qkv_conv_output", "decay_per_token", "beta_per_token"):
+        live[name] = live[name][130:262].copy()
+        call[name][:130] = call[name][262:] = np.nan
+    live["slot_idx"], live["input_row_offsets"] = np.array([1, 4, 0], np.uint32), np.array([0, 0, 129, 132], np.uint32)
+    live["out"] = live["out"][:132].copy()
+    call.check_indices()
+    call.run(cpu_backend)
+    live.run(cpu_backend)
+    assert not call["out"][:130].any()
+    assert not call["out"][262:].any()
+    np.testing.assert_array_equal(call["out"][130:262], live["out"])
+    np.testing.assert_array_equal(call["recurrent_state"], live["recurrent_state"])
+
+
+def test_every_optional_argument_counts(make: Callable[..., Call], cpu_backend: str) -> None:
+    """Beside field case 19: a forward call's algorithm, pending records, workspace and readout, on and off, and bound.
+
+    Algorithm and records each make other results; memory that is given or made makes none.
+    """
+    results: dict[tuple[str, bool], set[bytes]] = {}
+    for algorithm, is_pending, has_workspace, has_out, is_bound in product(chunked.ALGORITHMS, *[(False, True)] * 4):
+        call = make(algorithm, (129, 2))
+        call = with_pending(call) if is_pending else call
+        if has_workspace:
+            call["workspace"] = memory(workspace_bytes(call))
+        if not has_out:
+            call["out"] = None
+        with on_backend(cpu_backend):
+            keywords = call.keywords
+            made = ops.bind(OP, *call.six, **keywords)() if is_bound else OP(*call.six, **keywords)
+        assert (made is call["out"]) == has_out
+        if has_workspace and algorithm != "recurrent" and cpu_backend == "host":
+            assert (call["workspace"] != 0xFF).any()
+        results.setdefault((algorithm, is_pending), set()).add(made.tobytes() + call["recurrent_state"].tobytes())
+    assert [len(found) for found in results.values()] == [1] * 6
+    assert len(set.union(*results.values())) == 6
 
 
 def test_no_sequences_at_all(make: Callable[..., Call], cpu_backend: str) -> None:

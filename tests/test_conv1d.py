@@ -17,7 +17,7 @@ from gdn import ops, oracle
 from gdn.arrays import DTYPES
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import host
-from gdn.testing import assert_passed, bitwise, close, storage_tolerance
+from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.buffers import Array
 from gdn.testing.compare import Comparison
 from gdn.testing.execute import on_backend
@@ -270,6 +270,7 @@ def test_any_split_gives_the_same_bits(kernels: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_every_mean_length_has_its_split(backend: str, width: int) -> None:
+    """Beside field case 33: mean lengths on both sides of the window's, of twice that, and of many long rows."""
     for lengths in ((1, 1, 1), (4, 4, 4), (1, 12, 3, 4), (20, 2, 2), (9, 9, 9), (2000, *(1,) * 149)):
         slots = (*range(10), *(PAD,) * (len(lengths) - 10))[: len(lengths)]
         call = Conv(lengths=lengths, slots=slots, width=width, channels=8)
@@ -352,6 +353,7 @@ def test_canaries_around_tokens_and_windows(backend: str, length: int) -> None:
 
 
 def test_a_window_that_is_not_written_keeps_its_bytes(backend: str) -> None:
+    """Beside field case 20: the convolution of a decode and of a speculative window of the same lengths."""
     call = Conv()
     out, pool = call.run(backend)
     same, unwritten = call.run(backend, write_state=False)
@@ -362,6 +364,7 @@ def test_a_window_that_is_not_written_keeps_its_bytes(backend: str) -> None:
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_commit_is_the_convolution_of_the_accepted_tokens(backend: str, width: int, dtype: str) -> None:
+    """Beside field case 23: commits of 0, 1, 2, 3 and more tokens of rows as short as that."""
     call = Conv(width=width, dtype=dtype, state_dtype="bfloat16", channels=12)
     for counts in ([0] * 8, [0, 1, 1, 2, 3, 17, 9, 0], [0, 1, 2, 3, 5, 16, 4, 1], [2**32 - 1] * 8):
         accepted = [min(count, length) for count, length in zip(counts, call.lengths, strict=True)]
@@ -371,6 +374,140 @@ def test_a_commit_is_the_convolution_of_the_accepted_tokens(backend: str, width:
             *(call[name] for name in ("qkv", "conv_state", "slot_idx", "input_row_offsets")), np.uint32(counts)
         )
         assert_passed(bitwise(expected, reference.astype(expected.dtype), "oracle"))
+
+
+ODD_BITS = Conv(lengths=(4,) * 4, slots=(3, 0, 5, 7), state_dtype="bfloat16", channels=12, gap=0)
+
+
+def test_a_commit_of_nothing_keeps_every_byte(backend: str) -> None:
+    """Beside field case 28: counts [0, 4, 2, 0] leave windows of whatever bits alone, NaN and -0 among them."""
+    pool = ODD_BITS["conv_state"].copy()
+    odd = [0x7F81, 0xFFFF, 0x7FC1, 0x8000, 0x0001, 0x7F80, *range(0x3F80, 0x3F80 + 30)]  # NaN of 3 payloads, -0, tiny
+    pool.view(np.uint16)[[3, 7]] = np.array(odd, np.uint16).reshape(pool.shape[1:])
+    after = ODD_BITS.with_arrays(conv_state=pool).commit(backend, [0, 4, 2, 0])
+    assert_passed(same_bytes(np.delete(after, [0, 5], axis=0), np.delete(pool, [0, 5], axis=0), "other windows"))
+    assert (after[[0, 5]] != pool[[0, 5]]).any(axis=(1, 2)).all()
+
+
+def test_commits_twice_and_in_parts(backend: str) -> None:
+    """Beside field case 34: a second commit moves windows again; halves of the batch, in any order, equal the whole."""
+    counts = np.array([4, 2, 1, 0], np.uint32)
+    once = ODD_BITS.commit(backend, counts)
+    twice = ODD_BITS.with_arrays(conv_state=once).commit(backend, counts)
+    for sequence, (slot, count) in enumerate(zip(ODD_BITS.slots, counts, strict=True)):
+        tokens = ODD_BITS["qkv"][4 * sequence : 4 * sequence + count].astype(once.dtype).T
+        window = np.concatenate([ODD_BITS["conv_state"][slot], tokens, tokens], axis=1)
+        assert_passed(bitwise(twice[slot], window[:, -3:], f"window {slot}"))
+    assert not bitwise(twice, once)
+    for parts in ((slice(0, 2), slice(2, 4)), (slice(2, 4), slice(0, 2)), (slice(3, 4), slice(0, 3))):
+        pool = ODD_BITS["conv_state"]
+        for part in parts:
+            tables = {
+                "slot_idx": ODD_BITS["slot_idx"][part],
+                "input_row_offsets": ODD_BITS["input_row_offsets"][part.start : part.stop + 1],
+            }
+            pool = ODD_BITS.with_arrays(conv_state=pool, **tables).commit(backend, counts[part])
+        assert_passed(bitwise(pool, once, "pool"))
+
+
+def test_a_commit_in_another_order(backend: str) -> None:
+    """Beside field case 35: the batch is permuted between convolution and commit, tokens and tables with it."""
+    counts, lengths = np.array([4, 2, 1, 3], np.uint32), (4, 2, 3, 4)
+    call = replace(ODD_BITS, lengths=lengths, arrays={})
+    expected = call.commit(backend, counts)
+    offsets = call["input_row_offsets"].astype(int)
+    for order in ([3, 0, 2, 1], [1, 2, 3, 0]):
+        rows = [call["qkv"][offsets[at] : offsets[at + 1]] for at in order]
+        permuted = call.with_arrays(
+            qkv=np.concatenate(rows),
+            slot_idx=call["slot_idx"][order],
+            input_row_offsets=np.cumsum([0, *(lengths[at] for at in order)]).astype(np.uint32),
+        )
+        assert_passed(bitwise(permuted.commit(backend, counts[order]), expected, f"rows in the order {order}"))
+        assert not bitwise(permuted.commit(backend, counts), expected)
+
+
+def test_a_window_that_was_written_between_convolution_and_commit(backend: str) -> None:
+    """Beside field cases 29, 31: a commit moves on whatever the slot holds by then; a slot that was copied rests."""
+    call = ODD_BITS
+    _, pool = call.run(backend, write_state=False)
+    pool[9] = pool[3]  # the first sequence goes on in another slot
+    pool[5] = 2  # somebody wrote the window of the third
+    moved = call.with_arrays(conv_state=pool, slot_idx=np.array([9, 0, 5, 7], np.uint32))
+    after = moved.commit(backend, [1, 0, 2, 0])
+    expected = pool.copy()
+    first, third = (call["qkv"][rows].astype(pool.dtype).T for rows in (slice(0, 1), slice(8, 10)))
+    expected[9] = np.concatenate([pool[3][:, 1:], first], axis=1)
+    expected[5] = np.concatenate([pool[5][:, 2:], third], axis=1)
+    assert_passed(same_bytes(after, expected, "pool"))
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_slot_used_again(backend: str, reset: bool) -> None:
+    """Beside field cases 17, 18: first tokens on slots that others left, zeroed or not, and on a fresh one.
+
+    A sequence of one token looks back on whatever its slot holds: zeros are no past, and all else is one.
+    """
+    old = Conv(lengths=(9, 1, 2), slots=(4, 2, 7), gap=0)
+    _, pool = old.run(backend)
+    if reset:
+        pool[[4, 2]] = 0
+    tables = {"slot_idx": np.array([4, 2, 0], np.uint32), "input_row_offsets": np.array([0, 1, 2, 3], np.uint32)}
+    new = old.with_arrays(conv_state=pool, qkv=old["qkv"][[3, 5, 7]], **tables)
+    results = new.run(backend)
+    assert_passed(*new.against_oracle(results))
+    sums = old["bias"] + old["conv_weight"][:, -1] * new["qkv"]
+    without_a_past = close(results[0][:2], (sums / (1 + np.exp(-sums)))[:2], storage_tolerance("float32"))
+    assert without_a_past.passed == reset
+
+
+def test_500_rounds_of_windows_and_commits(backend: str) -> None:
+    """Beside field case 25: 500 windows of 4 tokens, of which 3 are committed, are one convolution of 1,500."""
+    rounds, drafted, accepted = 500, 4, 3
+    call = Conv(lengths=(rounds * accepted + 1,), slots=(4,), gap=0)
+    device = Device(backend)
+    plain = call.first_tokens([rounds * accepted])
+    expected, pool = plain.run(backend)
+    given = {name: device.put(array) for name, array in call.arrays.items()}
+    qkv, offsets = given.pop("qkv"), device.put(np.array([0, drafted], np.uint32))
+    given["input_row_offsets"], count = offsets, device.put(np.array([accepted], np.uint32))
+    pieces = []
+    with on_backend(backend):
+        for first in range(0, rounds * accepted, accepted):
+            window = qkv[first : first + drafted]
+            out = ops.gated_delta_conv1d_fwd(window, **given, activation="silu", write_state=False)
+            ops.gated_delta_conv1d_commit(window, given["conv_state"], given["slot_idx"], offsets, count)
+            pieces.append(out[:accepted])
+    assert_passed(
+        bitwise(np.concatenate([device.get(piece) for piece in pieces]), expected, "out"),
+        bitwise(device.get(given["conv_state"]), pool, "windows"),
+    )
+
+
+@pytest.mark.parametrize("piece", [1, 4, 64])
+def test_windows_of_16_bits_are_rounded_once(backend: str, piece: int) -> None:
+    """Beside field cases 26, 36: pieces of 1, 4 and 64 tokens with a bfloat16 pool of windows, and with one of float32.
+
+    An input that is looked back on out of the pool was rounded once, and no output is off by more than the taps on such
+    inputs times 2^-8 of them (silu steepens that by a tenth at most); pieces of float32 windows are one call.
+    """
+    call = Conv(lengths=(64,), slots=(4,), gap=0, state_dtype="bfloat16", filter_dtype="float16")
+    exact = call.with_arrays(conv_state=call["conv_state"].astype(np.float32))
+    whole, _ = exact.run(backend)
+    for narrow in (True, False):
+        part, pieces = (call if narrow else exact)["conv_state"], []
+        for first in range(0, 64, piece):
+            rows = call["qkv"][first : first + piece]
+            tables = {"input_row_offsets": np.array([0, len(rows)], np.uint32)}
+            out, part = call.with_arrays(qkv=rows, conv_state=part, **tables).run(backend)
+            pieces.append(out)
+        error = np.abs(np.concatenate(pieces).astype(float) - whole)
+        looked_back = np.concatenate([np.zeros((3, 24)), np.abs(call["qkv"])])
+        looked_back[3:][np.arange(64) % piece < max(piece - 3, 0)] = 0  # what no later piece reads
+        taps = np.abs(call["conv_weight"].astype(float))
+        bound = 1.1 * 2.0**-8 * sum(taps[:, tap] * looked_back[tap : tap + 64] for tap in range(3)) + 1e-6
+        assert (error <= (bound if narrow else 0)).all()
+        assert error.any() == (narrow and piece < 64)
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0), (3,), (0, 3, 0, 0, 2, 0)])
@@ -427,6 +564,31 @@ def test_the_order_of_threads_does_not_matter() -> None:
             assert_passed(bitwise(new, old, "results"))
 
 
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_every_optional_argument_counts(backend: str, is_bound: bool) -> None:
+    """Beside field case 19: bias, activation, write_state and out of a convolution, on and off, also where it is bound.
+
+    Each has the effect that the oracle knows, and no other one.
+    """
+    device, outputs = Device(backend), set()
+    for has_bias, activation, write_state, has_out in product((False, True), (None, "silu"), *[(False, True)] * 2):
+        call = Conv(lengths=(5, 2), slots=(4, 1), has_bias=has_bias, activation=activation)
+        given = {name: device.put(array) for name, array in call.arrays.items()}
+        out = device.put(np.full(call["qkv"].shape, np.nan, np.float32)) if has_out else None
+        keywords = {"activation": activation, "write_state": write_state, "out": out}
+        with on_backend(backend):
+            op = ops.gated_delta_conv1d_fwd
+            made = ops.bind(op, **given, **keywords)() if is_bound else op(**given, **keywords)
+        assert (made is out) == has_out
+        pool = device.get(given["conv_state"])
+        if not write_state:
+            assert_passed(same_bytes(pool, call["conv_state"], "pool"))
+            pool = call.reference()[1].astype(np.float32)
+        assert_passed(*call.against_oracle((device.get(made), pool)))
+        outputs.add(device.get(made).tobytes())
+    assert len(outputs) == 4
+
+
 # ---- Indices that nobody has looked at ----
 
 
@@ -458,6 +620,20 @@ def test_malformed_tables_are_what_the_contract_says(
         out, pool = run_unchecked(kernels, call.with_arrays(**broken), monkeypatch)
         right = {"slot_idx": np.uint32(right_slots), "input_row_offsets": np.uint32(right_offsets)}
         assert_passed(*call.with_arrays(**right).against_oracle((out, pool)))
+
+
+def test_a_shared_slot_leaves_the_other_rows_right(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside field cases 12, 13: two sequences on one window leave it and their own first outputs undefined."""
+    call = Conv(lengths=(5, 3, 40, 2), slots=(1, 6, 6, 0), gap=2)
+    out, pool = run_unchecked(kernels, call, monkeypatch)
+    apart, right_pool = call.with_arrays(slot_idx=np.array([1, 6, 8, 0], np.uint32)).run(kernels)
+    shared = np.arange(len(out))
+    is_first = ((shared >= 7) & (shared < 10)) | ((shared >= 10) & (shared < 13))
+    assert_passed(
+        bitwise(out[~is_first], apart[~is_first], "outputs that look back on no window of theirs, and other rows"),
+        bitwise(pool[[0, 1]], right_pool[[0, 1]], "healthy windows"),
+        bitwise(np.delete(pool, [0, 1, 6], axis=0), np.delete(call["conv_state"], [0, 1, 6], axis=0), "other slots"),
+    )
 
 
 def test_random_bits_touch_nothing_beside_the_arrays(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -566,6 +566,7 @@ def test_tables_by_hand(backend: str) -> None:
 
 
 def test_tables_of_pending_windows(backend: str) -> None:
+    """Beside field case 24: loops that `PendingWindows` leads, with resets, folds and abandoned steps on the way."""
     run(TablesOfPendingWindows, backend)
 
 

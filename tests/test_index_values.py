@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,6 +125,62 @@ def test_padding_is_the_same_32_bits_in_both_types(new_call: type[Call], cpu_bac
     assert (call["out"][[0, 2, 3, 4]] != 0).all()
     np.testing.assert_array_equal(call["recurrent_state"][[0, 1, 3, 4]], pool[[0, 1, 3, 4]])
     assert (call["recurrent_state"][[2, 5]] != pool[[2, 5]]).any(axis=(1, 2, 3)).all()
+
+
+@pytest.mark.parametrize("index_type", INDEX_TYPES)
+def test_a_batch_of_nothing_but_padding(
+    op_calls: dict[str, Callable[[str], Call]], backend: str, index_type: Any
+) -> None:
+    """Beside field case 7: where every row is padding each op zeroes its output and changes nothing else."""
+    for op, make in op_calls.items():
+        call = make("float32")
+        if op == "gates":  # no tables
+            continue
+        slots = "row_ids" if op == "fold" else "slot_idx"
+        call[slots] = np.full(call[slots].shape, gdn.PAD_SLOT, np.uint32).view(index_type)
+        before = {name: value.copy() for name, value in call.arguments.items()}
+        call.check_indices()
+        put(call, backend).run(backend)
+        for name, value in before.items():
+            expected = np.zeros_like(value) if name == "out" else value
+            np.testing.assert_array_equal(get(call[name]), expected, f"{op}: {name}")
+
+
+def put(call: Call, backend: str) -> Call:
+    """The call with its arrays where a backend wants them."""
+    call.arguments = {name: on(backend, value) for name, value in call.arguments.items()}
+    return call
+
+
+def on(backend: str, array: Any) -> Any:
+    if backend != "cuda":
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def get(array: Any) -> Any:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def test_tables_out_of_the_middle_of_longer_ones(op_calls: dict[str, Callable[[str], Call]], backend: str) -> None:
+    """Beside field case 10: each op's tables as views amid entries that are rows in use, padding and nonsense."""
+    for op, make in op_calls.items():
+        plain, cut = put(make("float32"), backend), put(make("float32"), backend)
+        longer = {}
+        for name, values in make("float32").arguments.items():
+            if values.dtype != np.uint32:
+                continue
+            first = values[..., :1]
+            margins = [np.full_like(first, value) for value in (99, 2**32 - 1, 1, 0, 2, 3)]
+            longer[name] = np.concatenate([*margins[:3], values, *margins[3:]], axis=-1)
+            cut[name] = on(backend, longer[name])[..., 3 : 3 + values.shape[-1]]
+        plain.run(backend)
+        cut.run(backend)
+        for name, value in plain.arguments.items():
+            np.testing.assert_array_equal(get(cut[name]), get(value), f"{op}: {name}")
+        assert op == "gates" or len(longer) >= 2
 
 
 def test_padding_is_refused_where_a_pool_has_no_slots_but_it(new_call: type[Call], cpu_backend: str) -> None:

@@ -15,7 +15,7 @@ from gdn.geometry import HeadGeometry
 from gdn.layer import GatedDeltaLayer
 from gdn.models import MODELS
 from gdn.speculative import PendingWindows
-from gdn.testing import assert_passed, bitwise, close, storage_tolerance
+from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.buffers import Array
 from gdn.testing.execute import on_backend
 from gdn.testing.ring_device import Device
@@ -183,6 +183,127 @@ def test_speculative_steps_are_the_accepted_tokens_alone(backend: str, form: str
         assert_passed(bitwise(device.get(speculative.recurrent_state), device.get(plain.recurrent_state), "folded"))
 
 
+def test_prompts_shorter_than_a_window_and_then_single_tokens(backend: str) -> None:
+    """Beside field case 23: a whole layer whose convolution looks back on 3 tokens: prompts of 0 to 3, then decoding.
+
+    Readouts, windows and states are those of all tokens in one call.
+    """
+    made, device, lengths, steps = Model(), Device(backend), [0, 1, 2, 3], 4
+    layer, at_once = made.on(device), made.on(device)
+    sequences = [made.tokens(length + steps) for length in lengths]
+    slots = [2, 0, 3, 1]
+
+    def joined(parts: list[Tokens]) -> Tokens:
+        return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    with on_backend(backend):
+        prompts = joined([tokens[:length] for tokens, length in zip(sequences, lengths, strict=True)])
+        offsets = np.cumsum([0, *lengths])
+        readout = device.get(layers.prefill(layer, *put(device, prompts, slots, offsets)))
+        pieces = [[readout[first : first + length]] for first, length in zip(offsets, lengths, strict=False)]
+        for step in range(steps):
+            tokens = joined([tokens[n + step : n + step + 1] for tokens, n in zip(sequences, lengths, strict=True)])
+            readout = device.get(layers.decode(layer, *put(device, tokens, slots)))
+            for sequence, piece in enumerate(pieces):
+                piece.append(readout[sequence : sequence + 1])
+        whole = put(device, joined(sequences), slots, np.cumsum([0, *(length + steps for length in lengths)]))
+        expected = device.get(layers.prefill(at_once, *whole))
+    assert_passed(bitwise(np.concatenate([part for piece in pieces for part in piece]), expected, "readout"))
+    for name in ("conv_state", "recurrent_state"):
+        assert_passed(bitwise(device.get(getattr(layer, name)), device.get(getattr(at_once, name)), name))
+
+
+def test_windows_of_1_to_8_tokens(backend: str) -> None:
+    """Beside field case 37: a whole layer's verify(n) reads out what a prefill does; a ring of 4 holds half of them."""
+    made, device = Model(), Device(backend)
+    tokens = made.tokens(8)
+    with on_backend(backend):
+        expected = device.get(layers.prefill(made.on(device), *put(device, tokens, [1], [0, 8])))
+        for length in range(1, 9):
+            layer = made.on(device, ring_rows=2, ring_len=4)
+            readout = device.get(layers.verify(layer, *put(device, tokens[:length], [1], [0, length], [1])))
+            assert_passed(bitwise(readout, expected[:length], f"readout of {length} tokens"))
+
+
+@pytest.mark.usefixtures("stale_memory")
+def test_rows_that_no_sequence_owns(backend: str) -> None:
+    """Beside field case 9: rows outside of all sequences are zero where all that lies between a layer's ops is NaN."""
+    made, device = Model(), Device(backend)
+    tokens = made.tokens(9)
+    for rows in (slice(0, 2), slice(7, 9)):
+        tokens.qkv[rows] = tokens.a[rows] = tokens.b[rows] = np.nan
+    arrays = put(device, tokens, [3, 1], [2, 4, 7])
+    with on_backend(backend):
+        layer = made.on(device, ring_rows=2, ring_len=4)
+        readouts = [layers.verify(layer, *arrays, device.put(np.uint32([1, 0]))), layers.prefill(layer, *arrays)]
+    for readout in map(device.get, readouts):
+        assert_passed(bitwise(readout[[0, 1, 7, 8]], np.zeros_like(readout[:4]), "uncovered rows"))
+        assert np.isfinite(readout.astype(float)).all()
+        assert readout[2:7].any(axis=1).all()
+
+
+@pytest.mark.usefixtures("stale_memory")
+def test_the_first_call_equals_the_tenth(backend: str) -> None:
+    """Beside field cases 21, 22: a layer whose scratch is NaN or as a call left it, all other slots and rings NaN."""
+    made, device, lengths, slots = Model(), Device(backend), [1, 0, 63, 13], [4, 1, 6, 0]
+    arrays = put(device, made.tokens(77), slots, np.cumsum([0, *lengths]))
+    used, results = [4, 6, 0], []
+    scratch = layers.new_scratch(made.on(device), arrays[0])
+    for _ in range(10):
+        layer = made.on(device, max_slots=7, ring_rows=5, ring_len=4)
+        for pool in (layer.conv_state, layer.recurrent_state):
+            pool[[1, 2, 3, 5]] = np.nan
+        layer.ring[...] = np.nan
+        with on_backend(backend):
+            verified = device.get(layers.verify(layer, *arrays, device.put(np.uint32([3, 0, 4, 1])), scratch=scratch))
+            readout = device.get(layers.prefill(layer, *arrays, scratch=scratch))
+        results.append([verified, readout, *map(device.get, (layer.conv_state, layer.recurrent_state, layer.ring))])
+    for result in results:
+        assert_passed(*(same_bytes(*pair) for pair in zip(result, results[0], strict=True)))
+    verified, readout, *pools = results[0]
+    assert np.isfinite(readout.astype(float)).all()
+    for pool in pools[:2]:
+        assert np.isfinite(pool[used].astype(float)).all()
+        assert np.isnan(np.delete(pool, used, axis=0)).all()
+
+
+def test_an_earlier_readout_is_not_changed(backend: str) -> None:
+    """Beside field case 85: readouts outlast the next calls on one scratch, which holds what is between ops."""
+    made, device = Model(), Device(backend)
+    layer = made.on(device, ring_rows=2, ring_len=4)
+    first, second = (put(device, made.tokens(3), [1, 2], [0, 2, 3]) for _ in range(2))
+    scratch = layers.new_scratch(layer, first[0])
+    rows = device.put(np.uint32([1, 0]))
+    with on_backend(backend):
+        readouts = [
+            layers.prefill(layer, *first, scratch=scratch),
+            layers.verify(layer, *first, rows, scratch=scratch),
+        ]
+        kept = [device.get(readout) for readout in readouts]
+        later = [
+            layers.prefill(layer, *second, scratch=scratch),
+            layers.verify(layer, *second, rows, scratch=scratch),
+        ]
+    for readout, copy, other in zip(readouts, kept, later, strict=True):
+        assert_passed(bitwise(device.get(readout), copy, "earlier readout"))
+        assert not bitwise(device.get(other), copy)
+
+
+def test_tables_of_a_decode_that_are_part_of_longer_ones(backend: str) -> None:
+    """Beside field case 10: the first entries of tables that were made once for the largest batch."""
+    made, device = Model(), Device(backend)
+    layer, plain = made.on(device), made.on(device)
+    tokens, counting = put(device, made.tokens(3)), device.put(np.arange(9, dtype=np.uint32))
+    slots = device.put(np.uint32([2, 0, 3, 1, 1, 99]))
+    with on_backend(backend):
+        readout = device.get(layers.decode(layer, *tokens, slots[:3], counting[:4]))
+        expected = device.get(layers.decode(plain, *tokens, device.put(np.uint32([2, 0, 3]))))
+    assert_passed(bitwise(readout, expected, "readout"))
+    for name in ("conv_state", "recurrent_state"):
+        assert_passed(bitwise(device.get(getattr(layer, name)), device.get(getattr(plain, name)), name))
+    assert not device.get(layer.conv_state)[1].any()
+
+
 def state_of(layer: GatedDeltaLayer) -> list[bytes]:
     return [pool.tobytes() for pool in (layer.conv_state, layer.recurrent_state, layer.ring)]
 
@@ -199,6 +320,7 @@ def test_a_verify_leaves_windows_and_states_alone(cpu_backend: str) -> None:
 
 
 def test_a_window_longer_than_the_ring_is_committed_whole(backend: str) -> None:
+    """Beside field case 32: the inputs of its convolution are committed too, which no verify moves by itself."""
     made, device = Model(), Device(backend)
     speculative, plain = (made.on(device, ring_rows=2, ring_len=4) for _ in range(2))
     arrays = put(device, made.tokens(6), [1], [0, 6])
@@ -434,7 +556,10 @@ def test_pools_of_other_slots_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_step_in_a_graph() -> None:
-    """Beside field cases 11, 84: a warm step of a whole layer with its memory given; replays follow the tables."""
+    """Beside field cases 11, 84: a warm step of a whole layer with its memory given; replays follow the tables.
+
+    Padding moves through the slots from replay to replay.
+    """
     import cupy
 
     made, device = Model(), Device("cuda")

@@ -377,6 +377,28 @@ def test_a_broken_op(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check in failed_checks(case, "numpy")
 
 
+@pytest.mark.parametrize("distance", [1, 8, 32])
+@pytest.mark.parametrize("op", ["gated_delta_conv1d_fwd", "gated_delta_conv1d_commit"])
+def test_late_rows_read_from_elsewhere(op: str, distance: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside field case 5: a convolution and a commit that take the rows of a tile for those behind it stay finite."""
+    case = replace(PLAIN, lengths=(3, 70), padding=(), leading_rows=0, trailing_rows=0, inputs="scaled_rows")
+    right, is_finite = getattr(ops, op), []
+
+    def broken(**given: Any) -> Any:
+        other = given["qkv"].copy()
+        if len(other) > 64:
+            other[64:] = given["qkv"][64 - distance : len(other) - distance]
+        result = right(**{**given, "qkv": other})
+        results = given["conv_state"][given["slot_idx"]], 0 if result is None else result
+        is_finite.append(all(np.isfinite(array).all() for array in results))
+        return result
+
+    assert failed_checks(case, "numpy") == set()
+    monkeypatch.setattr(ops, op, broken)
+    assert ("commit" if op.endswith("commit") else "oracle") in failed_checks(case, "numpy")
+    assert is_finite[0]
+
+
 def test_a_result_of_the_gates_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.gated_delta_gates
 

@@ -181,7 +181,10 @@ def test_the_order_of_threads_does_not_matter(family: str) -> None:
 @pytest.mark.parametrize("ring_len", [1, 4, 7])
 @pytest.mark.parametrize("state_dtype", POOLS)
 def test_a_walk_of_200_steps(backend: str, state_dtype: str, ring_len: int) -> None:
-    """Plain, separate, fused and lazy steps, acceptances from none to all: the pool of the accepted tokens alone."""
+    """Beside field case 24: fused and lazy steps among plain and separate ones, acceptances from none to all.
+
+    The pool is that of the accepted tokens alone.
+    """
     if backend == "host" and (ring_len != 4 or state_dtype == "float16"):
         pytest.skip("one ring length and two pools are compiled for the CPU; numpy and cuda run them all")
     case = RingCase("walk", SMALL, ring_len, (), (), state_dtype=state_dtype, walk_steps=200, seed=ring_len)
@@ -330,6 +333,7 @@ def test_the_same_ring_row_keeps_its_records(backend: str, state_dtype: str) -> 
 @pytest.mark.parametrize("state_dtype", POOLS)
 @pytest.mark.parametrize("length", [2, 4, 5, 9])
 def test_a_window_that_does_not_fit_commits_itself(backend: str, state_dtype: str, length: int) -> None:
+    """Beside field case 32: windows that the ring would hold by themselves, but not behind three pending records."""
     lazy, plain = (Stream(backend, 12, state_dtype) for _ in range(2))
     lazy.verify(0, 4, 0)
     ring = lazy.records()
@@ -358,6 +362,31 @@ def test_a_forward_folds_whatever_ring_row(backend: str, state_dtype: str, row: 
     )
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_window_that_just_fits_and_a_forward_call_of_the_same(backend: str, state_dtype: str) -> None:
+    """Beside field case 20: two records pending in a ring of 4: verify keeps its hands off the pool while 2 more fit.
+
+    Forward writes it whatever fits, since a ring is nothing to it but where records come from.
+    """
+    for length in (2, 3):
+        verify, forward, apart = (Stream(backend, 5, state_dtype) for _ in range(3))
+        for stream in (verify, forward, apart):
+            stream.verify(0, 2, 0)
+        start = verify.state()
+        readout = verify.verify(2, length, 0, (0, 2))
+        of_forward = forward.forward(2, length, pending=(0, 2))
+        apart.fold(0, 2)
+        folded = apart.state()
+        assert_passed(
+            bitwise(of_forward, apart.forward(2, length), "readout of a forward"),
+            bitwise(forward.state(), apart.state(), "pool of a forward"),
+        )
+        assert not bitwise(forward.state(), folded)
+        assert bitwise(verify.state(), start).passed == (length == 2)
+        if state_dtype == "float32":  # where the state is not rounded between
+            assert_passed(bitwise(readout, of_forward, "readout of a verify"))
+
+
 @pytest.mark.parametrize("state_dtype", POOLS)
 @pytest.mark.parametrize("op", ["verify in another row", "verify in the same row", "forward"])
 def test_an_empty_window(backend: str, state_dtype: str, op: str) -> None:
@@ -383,7 +412,10 @@ def test_an_empty_window(backend: str, state_dtype: str, op: str) -> None:
 @pytest.mark.parametrize("pending", [(0, 0), (1, 0), (0, 5), (1, 5), (1, 2**32 - 1), (0, 2**31), (PAD, 3)])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_nothing_is_pending(backend: str, state_dtype: str, pending: tuple[int, int]) -> None:
-    """A count of 0 or above RING_LEN, or no ring row: the plain calls; no slot makes a round trip, NaN and -0 live."""
+    """Beside field case 28: a pending count of 0 or above RING_LEN, or no ring row, leaves a slot its bytes.
+
+    NaN and -0 live, no slot makes a round trip. Calls are the plain ones.
+    """
     stream, plain = (Stream(backend, 3, state_dtype) for _ in range(2))
     for each in (stream, plain):
         each.pool[0, 0, 0, :3] = each.device.put(
@@ -464,7 +496,8 @@ def test_a_record_whose_decay_is_zero_erases_a_state_however_large(backend: str,
 def test_repeated_folds_of_a_16_bit_pool_are_not_one(backend: str) -> None:
     """Beside field cases 48, 49, 52: pending records on a 16-bit pool are no stores of it.
 
-    The lazy form rounds once where the fused form rounds each time: equality is with the same grouping of tokens.
+    Beside field cases 26, 36: the lazy form rounds once where the fused form rounds each time, so that equality is with
+    the same grouping of tokens.
     """
     pools = []
     for is_lazy in (True, False):
@@ -483,6 +516,134 @@ def test_repeated_folds_of_a_16_bit_pool_are_not_one(backend: str) -> None:
         bitwise(pools[0], grouped.state(), "lazy: one group"), bitwise(pools[1], single.state(), "fused: four groups")
     )
     assert all(not bitwise(*pair) for pair in pairwise(pools))
+
+
+def test_every_window_behind_every_count(backend: str) -> None:
+    """Beside field case 37: n tokens behind p pending ones read out what forward does there, for all p + n up to 8."""
+    plain = Stream(backend, 8, ring_len=8)
+    expected = plain.forward(0, 8)
+    for pending in range(8):
+        for length in range(1, 9 - pending):
+            stream = Stream(backend, 8, ring_len=8)
+            stream.verify(0, pending, 0)
+            readout = stream.verify(pending, length, 0, (0, pending))
+            of_tokens = expected[pending : pending + length]
+            assert_passed(bitwise(readout, of_tokens, f"{length} tokens behind {pending}"))
+
+
+def test_500_rounds_of_fused_windows(backend: str) -> None:
+    """Beside field case 25: windows of 4, each folding 3 records of the one before, are one call over 1,500 tokens."""
+    rounds, drafted, accepted = 500, 4, 3
+    stream, plain = (Stream(backend, rounds * accepted + 1) for _ in range(2))
+    expected = plain.forward(0, rounds * accepted)
+    readouts = []
+    for number in range(rounds):
+        row, count = number % 2, accepted if number else 0
+        readouts.append(stream.verify(number * accepted, drafted, row, (1 - row, count))[:accepted])
+    stream.fold((rounds - 1) % 2, accepted)
+    assert_passed(
+        bitwise(np.concatenate(readouts), expected, "readout"), bitwise(stream.state(), plain.state(), "pool")
+    )
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_in_another_order(backend: str, lazy: bool) -> None:
+    """Beside field case 35: the batch is permuted while records are pending, tables and tokens with it."""
+    device, lengths = Device(backend), (2, 1, 2, 2)
+    first = build_arrays(RecurrenceCase("first", SMALL, lengths))
+    second = build_arrays(RecurrenceCase("second", SMALL, (2,) * 4))
+    own_rows = np.array([3, 0, 2, 1], np.uint32)
+    counts = np.array([2, 1, 0, 1], np.uint32)
+
+    def run(order: Array) -> tuple[Array, Array, Array]:
+        pool = device.put(first.recurrent_state)
+        ring = device.put(np.full((8, SMALL.num_key_heads, 4, SMALL.record_elements + 2), np.nan, np.float32))
+        device.verify(first, own_rows, pool, ring)
+        tokens = np.concatenate([[2 * row, 2 * row + 1] for row in order])
+        names = ("qkv_conv_output", "decay_per_token", "beta_per_token")
+        step = replace(
+            second, **{name: getattr(second, name)[tokens] for name in names}, slot_idx=first.slot_idx[order]
+        )
+        windows = own_rows[order] if lazy else own_rows[order] + np.uint32(4)
+        readout = device.verify(step, windows, pool, ring, PendingTables(own_rows[order], counts[order]))
+        return readout.reshape(4, -1)[np.argsort(order)], device.get(pool), device.get(ring)
+
+    expected = run(np.arange(4))
+    for order in ([3, 0, 2, 1], [1, 2, 3, 0]):
+        for got, same in zip(run(np.array(order)), expected, strict=True):
+            assert_passed(same_bytes(got, same, f"rows in the order {order}"))
+    counts = counts[::-1].copy()
+    assert not bitwise(run(np.arange(4))[0], expected[0])
+
+
+def test_a_slot_that_was_copied_elsewhere(backend: str) -> None:
+    """Beside field cases 29, 31: records stay pending while a slot is copied: the copy advances, the old one rests."""
+    arrays = build_arrays(RecurrenceCase("moved", SMALL, (3,), spare_slots=0))
+    device, row, other = Device(backend), np.array([0], np.uint32), np.array([1], np.uint32)
+    pool = device.put(np.concatenate([arrays.recurrent_state, np.full_like(arrays.recurrent_state, 3)]))
+    start = device.get(pool)
+    ring = device.put(np.full((2, SMALL.num_key_heads, 4, SMALL.record_elements + 2), np.nan, np.float32))
+    device.verify(arrays, row, pool, ring)
+    pool[1] = pool[0]
+    moved = replace(arrays, slot_idx=np.array([1], np.uint32))
+    readout = device.verify(moved, other, pool, ring, PendingTables(row, np.array([2], np.uint32)))
+    plain = device.put(start)
+    names = ("qkv_conv_output", "decay_per_token", "beta_per_token")
+    two = replace(arrays, **{name: getattr(arrays, name)[:2] for name in names}, input_row_offsets=np.uint32([0, 2]))
+    device.forward(two, plain)
+    assert_passed(
+        same_bytes(device.get(pool)[0], start[0], "the slot it was in"),
+        bitwise(device.get(pool)[1], device.get(plain)[0], "the slot it is in"),
+        bitwise(readout, device.forward(arrays, plain), "readout"),
+    )
+
+
+def test_ring_rows_beyond_the_slots(backend: str) -> None:
+    """Beside field case 15: 2 slots, 64 ring rows: records wait in rows 63 and 2, windows go to 40 and 0, or stay."""
+    arrays = build_arrays(RecurrenceCase("tables", SMALL, (2, 1), spare_slots=0))
+    arrays = replace(arrays, slot_idx=np.array([1, 0], np.uint32))
+    device, waiting, start = Device(backend), np.array([63, 2], np.uint32), arrays.recurrent_state
+    plain = device.put(start)
+    device.forward(arrays, plain)
+    folded = device.get(plain)
+    expected = device.forward(arrays, plain)
+    for windows, recorded in (([40, 0], [[40, 0], [40, 1], [0, 0]]), ([63, 2], [[63, 2], [63, 3], [2, 1]])):
+        pool = device.put(start)
+        ring = device.put(np.full((64, SMALL.num_key_heads, 4, SMALL.record_elements + 2), np.nan, np.float32))
+        device.verify(arrays, waiting, pool, ring)
+        pending = PendingTables(waiting, np.array([2, 1], np.uint32))
+        readout = device.verify(arrays, np.array(windows, np.uint32), pool, ring, pending)
+        written = np.isfinite(device.get(ring)).any(axis=(1, 3))
+        assert np.argwhere(written).tolist() == sorted([[63, 0], [63, 1], [2, 0], *recorded])
+        assert_passed(
+            bitwise(device.get(pool), start if windows == [63, 2] else folded, "pool"),
+            bitwise(readout, expected, "readout"),
+        )
+
+
+def test_records_written_by_hand(backend: str) -> None:
+    """Beside field case 38: a forward call on no tokens behind records written from the documented layout alone.
+
+    All are small integers, so that no rounding matters.
+    """
+    heads, random, device = HeadGeometry(2, 4, 8, 8), np.random.default_rng(0), Device(backend)
+    kd, vd, group = heads.key_head_dim, heads.value_head_dim, heads.group_size
+    ring = np.full((3, heads.num_key_heads, 4, heads.record_elements + 2), np.nan, np.float32)
+    pool = random.integers(-9, 10, (2, heads.num_value_heads, kd, vd)).astype(np.float32)
+    expected = pool.copy()
+    for row, slot, count in ((2, 0, 3), (0, 1, 1)):
+        for head, token in np.ndindex(heads.num_key_heads, count):
+            key, deltas = random.integers(-3, 4, kd), random.integers(-3, 4, (group, vd))
+            decays = random.integers(-2, 3, group)
+            ring[row, head, token, : heads.record_elements] = [*key, *deltas.ravel(), *decays]
+            for of_group in range(group):
+                state = expected[slot, head * group + of_group]
+                state[...] = decays[of_group] * state + np.outer(key, deltas[of_group])
+    on_device, tables = device.put(pool), PendingTables(np.array([2, 0], np.uint32), np.array([3, 1], np.uint32))
+    nothing = build_arrays(RecurrenceCase("none", heads, (0, 0)))
+    nothing = replace(nothing, slot_idx=np.array([0, 1], np.uint32), recurrent_state=pool)
+    device.forward(nothing, on_device, device.put(ring), tables)
+    assert_passed(bitwise(device.get(on_device), expected, "pool", ignore_zero_sign=True))
 
 
 def test_bound_calls(backend: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gdn import arrays as gdn_arrays
 from gdn import ops, oracle
 from gdn.geometry import HeadGeometry
 from gdn.testing import FLOAT32_TOLERANCE, assert_passed, bitwise, close, storage_tolerance
@@ -41,6 +40,44 @@ def test_an_earlier_readout_is_not_changed(new_call: type[Call], backend: str) -
     assert second is not first
     assert bool((first == kept).all())
     assert bool((first != second).any())
+
+
+@pytest.mark.parametrize("op", ["fwd-pending", "verify", "verify-pending", "conv1d", "gates"])
+def test_an_earlier_result_of_another_op_is_not_changed(
+    op_calls: dict[str, Callable[[str], Call]], backend: str, op: str
+) -> None:
+    """Beside field case 85: results that the other ops make, the gates' pair among them, outlast the next call."""
+
+    def without_outputs() -> Call:
+        call = op_calls[op]("float32")
+        for name in ("out", "decay", "beta"):
+            call.arguments.pop(name, None)
+        return call
+
+    def results(call: Call) -> tuple[Any, ...]:
+        keywords = {"activation": "silu"} if op == "conv1d" else {}
+        if op != "gates":
+            keywords |= {name: value for name, value in call.arguments.items() if name in call.by_name}
+        with on_backend(backend):
+            made = call.op(*call.six, **keywords)
+        return made if isinstance(made, tuple) else (made,)
+
+    first_call, second_call = without_outputs(), without_outputs()
+    for name in ("qkv_conv_output", "qkv", "a", "b"):
+        if name in second_call.arguments:
+            second_call[name] = second_call[name][::-1].copy()
+    if backend == "cuda":
+        import cupy
+
+        for call in (first_call, second_call):
+            call.arguments = {name: cupy.asarray(value) for name, value in call.arguments.items()}
+    first = results(first_call)
+    kept = [result.copy() for result in first]
+    second = results(second_call)
+    for earlier, copy, later in zip(first, kept, second, strict=True):
+        assert later is not earlier
+        assert bool((earlier == copy).all())
+        assert bool((earlier != later).any())
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -93,19 +130,6 @@ def test_rows_in_one_call_and_one_by_one(backend: str) -> None:
 # ---- Stale memory ----
 
 
-@pytest.fixture
-def _stale_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New arrays hold NaN, as memory that was used before may."""
-    new_array = gdn_arrays.empty
-
-    def stale(*arguments: Any) -> Any:
-        array = new_array(*arguments)
-        array[...] = np.nan
-        return array
-
-    monkeypatch.setattr(gdn_arrays, "empty", stale)
-
-
 def run_without_out(backend: str, arrays: RecurrenceArrays) -> tuple[Any, Any]:
     """Readout that the op allocated itself, and pool, of a call on copies."""
     six = [array.copy() for array in arrays.as_tuple()]
@@ -119,7 +143,7 @@ def run_without_out(backend: str, arrays: RecurrenceArrays) -> tuple[Any, Any]:
     return out.get(), six[3].get()
 
 
-@pytest.mark.usefixtures("_stale_memory")
+@pytest.mark.usefixtures("stale_memory")
 def test_uncovered_rows_are_zero_in_a_new_readout(backend: str) -> None:
     """Field case 9: memory full of NaN, offsets that cover T - 3 of T rows."""
     arrays = build_arrays(RecurrenceCase("uncovered", SMALL, (4, 7), leading_rows=1, trailing_rows=2))
@@ -128,7 +152,28 @@ def test_uncovered_rows_are_zero_in_a_new_readout(backend: str) -> None:
     assert np.isfinite(out).all()
 
 
-@pytest.mark.usefixtures("_stale_memory")
+@pytest.mark.usefixtures("stale_memory")
+@pytest.mark.parametrize("op", ["fwd-pending", "verify", "verify-pending", "conv1d"])
+def test_uncovered_rows_are_zero_in_new_outputs_of_other_ops(
+    op_calls: dict[str, Callable[[str], Call]], backend: str, op: str
+) -> None:
+    """Beside field case 9: rows before the first token and behind the last one, where each op makes its own output."""
+    call = op_calls[op]("float32")
+    total = int(call["input_row_offsets"][-1])
+    call["input_row_offsets"][...] = [1, 1, total - 1]  # the first sequence has no tokens
+    call["out"] = None
+    if backend == "cuda":
+        import cupy
+
+        call.arguments = {name: cupy.asarray(value) for name, value in call.arguments.items() if value is not None}
+    out = call.run(backend)
+    out = out.get() if backend == "cuda" else out
+    assert_passed(bitwise(out[[0, -1]], np.zeros_like(out[:2]), "uncovered rows"))
+    assert (out[1:-1] != 0).all()
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.usefixtures("stale_memory")
 def test_the_first_call_equals_the_tenth(backend: str) -> None:
     """Field cases 21, 22: lengths [1, 0, 63, 13], all other slots NaN, new arrays NaN."""
     arrays = build_arrays(RecurrenceCase("repeated", SMALL, (1, 0, 63, 13), spare_slots=3))

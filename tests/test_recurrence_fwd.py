@@ -32,6 +32,7 @@ def assert_sweep_passes(case: RecurrenceCase, backend: str) -> None:
 
 @pytest.mark.parametrize("name", RECURRENCE_CASES)
 def test_named_case(name: str, backend: str) -> None:
+    """Field case 5: "scaled_rows" among them, where a row that is read from another place is of another size."""
     assert_sweep_passes(RECURRENCE_CASES[name], backend)
 
 

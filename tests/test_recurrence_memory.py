@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,86 @@ def test_slots_past_2_to_31_elements(backend: str) -> None:
     else:  # where a 32-bit offset would have landed, and the neighbours
         for slot in (*range(9), *range(4088, 4104)):
             assert not pool[slot].view(np.uint16).any()
+
+
+def far_apart(backend: str, values: Any) -> Any:
+    """The same values with more than 2^32 elements from the first row to the last, every row on 128 bytes or more."""
+    stride = -(-(2**32) // (len(values) - 1) // 64) * 64
+    memory = zeros(backend, stride * (len(values) - 1) + values[0].size, values.dtype)
+    view = strided(memory, values.shape, (stride, *(step // values.itemsize for step in values.strides[1:])))
+    view[...] = to_backend(backend, values)
+    return view
+
+
+def assert_same_far_apart(backend: str, make: Callable[[], Call], argument: str) -> None:
+    """A call has the same results, to the bit, where the rows of one of its arrays lie far apart."""
+    near, far, before = make(), make(), make()
+    for call in (near, far):
+        call.arguments = {
+            name: to_backend(backend, value) if isinstance(value, np.ndarray) else value
+            for name, value in call.arguments.items()
+        }
+    far[argument] = far_apart(backend, before[argument])
+    for call in (near, far):
+        call.run(backend)
+    changed = []
+    for name, value in before.arguments.items():
+        if isinstance(value, np.ndarray):
+            assert_passed(bitwise(to_numpy(far[name]), to_numpy(near[name]), name))
+            changed += [name] if (to_numpy(near[name]) != value).any() else []
+    assert changed != []
+
+
+@pytest.mark.parametrize(
+    ("op", "argument"),
+    [
+        *(("verify", "recurrent_state"), ("verify-pending", "recurrent_state"), ("fold", "recurrent_state")),
+        *(("conv1d", "conv_state"), ("conv1d-commit", "conv_state")),
+    ],
+)
+def test_slots_of_every_op_past_32_bits(
+    op_calls: dict[str, Callable[[str], Call]], backend: str, op: str, argument: str
+) -> None:
+    """Beside field cases 1, 2: slots 2^32 elements behind the first, in the ops that find them by themselves."""
+
+    def make() -> Call:
+        call = op_calls[op]("float32")
+        last = len(call[argument]) - 1
+        if op == "fold":
+            call["row_ids"][...] = [[last, 1], [last - 1, 0]]
+        else:
+            call["slot_idx"][...] = [last, 1]
+        return call
+
+    assert_same_far_apart(backend, make, argument)
+
+
+@pytest.mark.parametrize(
+    ("op", "argument"),
+    [
+        *(("verify", name) for name in ("qkv_conv_output", "out")),
+        *(("conv1d", name) for name in ("qkv", "out")),
+        *(("conv1d-commit", "qkv"), ("fold", "row_ids")),
+        *(("gates", name) for name in ("a", "b", "decay", "beta")),
+    ],
+)
+def test_tokens_of_every_op_past_32_bits(
+    op_calls: dict[str, Callable[[str], Call]], backend: str, op: str, argument: str
+) -> None:
+    """Beside field case 3: in the other ops the last tokens, or layers of a table, 2^32 elements behind the first."""
+    assert_same_far_apart(backend, lambda: op_calls[op]("float32"), argument)
+
+
+@pytest.mark.parametrize("argument", ["qkv_conv_output", "decay_per_token", "beta_per_token", "recurrent_state", "out"])
+def test_chunks_past_32_bits(new_call: type[Call], backend: str, argument: str) -> None:
+    """Beside field cases 1, 3: by chunks, whose kernels find tokens and slots by a plan and not by the tables."""
+
+    def make() -> Call:
+        call = new_call((1, 2, 32, 32), (65, 0, 3, 65), max_slots=6)  # the last token is a chunk
+        call["algorithm"], call["slot_idx"] = "chunked", np.array([5, 2, 1, 4], np.uint32)
+        return call
+
+    assert_same_far_apart(backend, make, argument)
 
 
 @pytest.mark.gpu

@@ -317,6 +317,23 @@ def test_slots_and_ring_rows_are_two_tables(backend: str) -> None:
     )
 
 
+def test_more_ring_rows_than_slots(backend: str) -> None:
+    """Beside field case 15: the other way round, 2 slots and 64 ring rows, of which the last are in use."""
+    arrays = build_arrays(RecurrenceCase("tables", SMALL, (3, 2), spare_slots=0))
+    window = replace(arrays, slot_idx=np.array([1, 0], np.uint32))
+    rows, pool = np.array([62, 63], np.uint32), arrays.recurrent_state
+    device = Device(backend)
+    on_device, ring = device.put(pool), device.put(np.full((64, 2, 4, 26), np.nan, np.float32))
+    readout = device.verify(window, rows, on_device, ring)
+    written = np.isfinite(device.get(ring)).any(axis=(1, 3))
+    assert np.argwhere(written).tolist() == [[62, 0], [62, 1], [62, 2], [63, 0], [63, 1]]
+    device.fold(on_device, window.slot_idx[None], ring, rows[None], np.array([3, 2], np.uint32))
+    expected_readout, expected = forward(backend, window, pool)
+    assert_passed(
+        bitwise(readout, expected_readout, "readout"), same_bytes(device.get(on_device), expected, "pool after fold")
+    )
+
+
 def test_rows_longer_than_the_ring_commit_themselves(backend: str) -> None:
     """Field case 32: RING_LEN 4, lengths [4, 5, 1, 9]: long rows write the pool, fold skips them, no record strays."""
     case = RingCase("long rows", SMALL, 4, (4, 5, 1, 9), (4, 5, 1, 9), num_layers=1)
@@ -540,6 +557,31 @@ def test_a_record_holds_the_tokens_key_and_decay(backend: str) -> None:
                 bitwise(records[..., 8 + 3 * 8 : heads.record_elements].swapaxes(0, 1), decays, "decays"),
             )
             assert np.isnan(records[..., heads.record_elements :]).all()
+
+
+#: Keys and values of other lengths, three value heads to a key head.
+UNEQUAL = RingCase("unequal", HeadGeometry(2, 6, 16, 32), 4, (4, 3, 2), (4, 2, 1), num_layers=2, record_padding=1)
+
+
+def test_records_whose_parts_have_other_lengths(backend: str) -> None:
+    """Beside field case 38: keys of 16 and deltas of 32 elements, where either length in place of the other shows.
+
+    The deltas are those with which the keys and decays give the state of a forward call.
+    """
+    subject = ring_subject(UNEQUAL, backend, build_ring_arrays(UNEQUAL))
+    update = rounded_after_each if backend == "numpy" else fused
+    expected = fold_by_hand(UNEQUAL, subject.verified_pool, tables_of(subject), subject.ring, update)
+    assert_passed(same_bytes(fold_of(subject), expected, "pool"))
+    (window, _), counts = subject.arrays.layers, subject.arrays.num_accepted
+    kept = np.concatenate([np.arange(n) + first for n, first in zip(counts, window.input_row_offsets, strict=False)])
+    names = ("qkv_conv_output", "decay_per_token", "beta_per_token")
+    accepted = replace(
+        window,
+        **{name: getattr(window, name)[kept] for name in names},
+        input_row_offsets=np.cumsum([0, *counts]).astype(np.uint32),
+    )
+    _, plain = forward(backend, accepted, subject.arrays.recurrent_state)
+    assert_passed(bitwise(expected[window.slot_idx], plain[window.slot_idx], "states of the first layer"))
 
 
 SINGLE = RingCase("single", SMALL, 4, (1,), (1,), num_layers=1)

@@ -669,6 +669,7 @@ def test_index_values_of_a_fold(
 
 
 def test_a_slot_shared_over_layers_is_named_with_both_positions(fold: FoldCall, cpu_backend: str) -> None:
+    """Beside field cases 12, 13: rows of two layers share a pool, and so may share a slot."""
     fold["row_ids"] = as_index([[0, 1], [2, 0]], np.uint32)
     assert fold.refusal(IndexValueError, cpu_backend).endswith("got 0, as row_ids[0, 0]")
 

@@ -209,6 +209,21 @@ def test_a_verify_that_writes_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"hands off", "E2"} <= failed_checks(PLAIN, "numpy")
 
 
+@pytest.mark.parametrize("place", [0, 7, 15])
+def test_a_record_of_another_size(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Beside field case 5: a fold over records of which one is a hundredth too large is finite, and wrong."""
+    right = ops.gated_delta_state_fold
+
+    def broken(pool: Any, row_ids: Any, ring: Any, *tables: Any) -> None:
+        larger = ring.copy()
+        larger[:, :, place, : PLAIN.heads.key_head_dim] *= np.float32(1.01)
+        right(pool, row_ids, larger, *tables)
+        assert np.isfinite(pool[row_ids[:, :4]]).all()
+
+    monkeypatch.setattr(ops, "gated_delta_state_fold", broken)
+    assert {"oracle", "E2"} <= failed_checks(PLAIN, "numpy")
+
+
 def test_a_verify_that_changes_a_foreign_ring_row(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.gated_delta_recurrence_verify_ring
 

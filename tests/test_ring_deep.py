@@ -112,6 +112,40 @@ def test_slots_and_ring_rows_past_2_to_32_elements(backend: str) -> None:
             assert not bool(array.view(xp.uint32).any())
 
 
+@pytest.mark.usefixtures("_free_afterwards")
+def test_records_far_apart_in_a_ring_row(backend: str) -> None:
+    """Beside field case 2: two ring rows, but records so far apart that heads and tokens of each span 2^31 elements.
+
+    A verify, a fold, and a window that commits itself behind pending records leave what they leave on a small ring.
+    """
+    if backend == "cuda":
+        import cupy as xp
+    else:
+        xp = np
+    heads = HeadGeometry(2, 6, 8, 8)
+    case = RecurrenceCase("far records", heads, (4,), state_dtype="bfloat16", spare_slots=0)
+    qkv, decay, beta, start, slots, offsets = (xp.asarray(array) for array in build_arrays(case).as_tuple())
+    row, counts = xp.asarray([1], xp.uint32), xp.asarray([3], xp.uint32)
+    results = []
+    for record_stride in (heads.record_elements + 2, 2**28 + 2**27):
+        ring = zeros(backend, (2, heads.num_key_heads, RING_LEN, record_stride), start.dtype)
+        pool = start.copy()
+        verify = (qkv, decay, beta, pool, slots, offsets, ring, row)
+        with on_backend(backend):
+            recorded = ops.gated_delta_recurrence_verify_ring(*verify)
+            ops.gated_delta_state_fold(pool, slots[None], ring, row[None], counts)
+            folded = pool.copy()
+            committed = ops.gated_delta_recurrence_verify_ring(*verify, pending_ring_slot_idx=row, num_pending=counts)
+        results.append((recorded, folded, committed, pool, ring[..., : heads.record_elements].copy()))
+        assert not bool(ring[..., heads.record_elements :][..., :2].any())
+    assert ring[0].size > 2**31
+    assert ring.size > 2**32
+    for near, far in zip(*results, strict=True):
+        assert_passed(bitwise(*(array.get() if backend == "cuda" else array for array in (far, near))))
+    assert bool((folded != start).any())
+    assert bool((pool != folded).any())
+
+
 # ---- CUDA graphs ----
 
 
@@ -178,8 +212,9 @@ def test_a_captured_graph_follows_its_tables(new_verify: type[VerifyCall], new_f
 
 @pytest.mark.usefixtures("_free_afterwards")
 def test_pending_records_past_2_to_32_elements(backend: str) -> None:
-    """Windows and pending records on both sides of 2^31 and 2^32 elements: what the same calls on small arrays leave.
+    """Beside field cases 1, 2: windows behind pending records on both sides of 2^31 and 2^32 elements.
 
+    They leave what the same calls on small arrays leave.
     The first two rows fold what lies in ring rows of their own, the last two keep it in that of their window.
     """
     if backend == "cuda":
@@ -252,7 +287,7 @@ def test_pending_records_past_2_to_32_elements(backend: str) -> None:
 def test_a_captured_graph_follows_what_is_pending(
     new_verify: type[VerifyCall], new_call: type[Call], op: str, lengths: tuple[int, ...]
 ) -> None:
-    """Rows and counts of pending records change between replays, fused, lazy, overflowing, padding, nothing.
+    """Beside field case 11: ring rows of pending records change, padding among them, and their counts.
 
     Each replay equals the same call made plainly on copies of the same arrays.
     """

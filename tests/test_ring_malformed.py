@@ -230,6 +230,22 @@ def test_a_shared_slot_leaves_the_healthy_rows_right(kernels: str) -> None:
     )
 
 
+def test_a_shared_ring_row_leaves_the_other_ones_right(kernels: str) -> None:
+    """Beside field cases 12, 13: windows that share a ring row leave only its records undefined, and read out right."""
+    slots, offsets = [1, 0, 3, 2], [0, 4, 6, 9, 12]
+    got = verify_unchecked(kernels, slots, offsets, [2, 0, 0, 4])
+    expected = verify_unchecked(kernels, slots, offsets, [2, 0, 3, 4])
+    start = tokens_and_pools()
+    assert_passed(
+        bitwise(got["out"], expected["out"], "readout"),
+        bitwise(got["recurrent_state"], start["recurrent_state"], "pool"),
+        bitwise(got["ring"][[2, 4]], expected["ring"][[2, 4]], "healthy ring rows"),
+        bitwise(got["ring"][[1, 3]], start["ring"][[1, 3]], "unused ring rows"),
+        bitwise(got["ring"][0, :, 3:], start["ring"][0, :, 3:], "records behind both windows"),
+    )
+    assert (got["ring"][2] != start["ring"][2]).any()
+
+
 def test_random_bits_touch_nothing_beside_the_arrays(kernels: str) -> None:
     """Whatever 32 bits stand in the tables: no fault, no canary harmed, no row left as it was found."""
     random = np.random.default_rng(0)

@@ -216,6 +216,72 @@ def test_a_new_sequence_begins_with_nothing_pending(backend: str) -> None:
     assert loop.device.get(loop.windows.num_pending).tolist() == [0, 3, 3, 0]
 
 
+@pytest.mark.parametrize("is_zeroed", [False, True])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_slot_that_another_sequence_takes_over(backend: str, lazy: bool, is_zeroed: bool) -> None:
+    """Beside field cases 17, 18: a slot changes hands amid a loop, zeroed or as it is, with records pending for it.
+
+    Its new sequence starts from what the slot holds, whatever is left in its ring rows; the others go on.
+    """
+    loop = Loop(backend, ring_len=8, lazy=lazy)
+    lengths, accepted = np.full(4, 3), np.array([2, 1, 3, 3])
+    for _ in range(3):
+        loop.step(lengths, accepted)
+    assert loop.device.get(loop.windows.num_pending)[0] > 0
+    begins, start = loop.position * [1, 0, 0, 0], loop.start.copy()
+    loop.windows.reset(loop.device.put(np.array([True, False, False, False])))
+    for slot in loop.slots[:, 0]:
+        if is_zeroed:
+            loop.pool[slot] = 0
+        start[slot] = loop.device.get(loop.pool[slot])
+    for _ in range(3):
+        loop.step(lengths, accepted)
+    counts, loop.position = loop.position - begins, begins
+    plain = loop.device.put(start)
+    for layer in range(2):
+        loop.device.forward(loop.piece(layer, counts), plain)
+    assert_passed(bitwise(loop.fold(), loop.device.get(plain), "pool after the loop"))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_second_fold_finds_nothing(backend: str, lazy: bool) -> None:
+    """Beside field case 34: what `fold` advances the states over is pending no more, unlike after the op by itself."""
+    loop = Loop(backend, ring_len=8, lazy=lazy)
+    for _ in range(2):
+        loop.step(np.full(4, 3), np.array([2, 1, 0, 3]))
+    tables = [loop.device.get(table) for table in (loop.windows.pending_ring_slot_idx, loop.windows.num_pending)]
+    assert tables[1].any()
+    once = loop.fold()
+    assert_passed(same_bytes(loop.fold(), once, "pool after a second fold"))
+    loop.device.fold(loop.pool, loop.slots, loop.ring, *tables)
+    assert not bitwise(loop.device.get(loop.pool), once)
+
+
+def test_tables_out_of_the_middle_of_longer_ones(backend: str) -> None:
+    """Beside field case 10: offsets, counts and flags as views amid the entries of a larger batch."""
+    device, results = Device(backend), []
+    rows = np.arange(12, dtype=np.uint32).reshape(2, 2, 3)
+    given = (np.array([0, 2, 5, 6]), np.array([1, 3, 0]), np.array([0, PAD, 2]), np.array([False, True, False]))
+    for is_cut in (False, True):
+        windows = PendingWindows(device.put(rows), 8, lazy=True)
+
+        def put(values: Array, is_cut: bool = is_cut) -> Any:
+            values = values.astype(bool if values.dtype == bool else np.uint32)
+            longer = np.concatenate([values[::-1], values, values[::-1] + 1, values[:1]]).astype(values.dtype)
+            return device.put(longer)[len(values) : 2 * len(values)] if is_cut else device.put(values)
+
+        offsets, counts, slots, is_new = given
+        with on_backend(backend):
+            for _ in range(3):
+                windows.begin(put(offsets), put(slots))
+                windows.accept(put(counts))
+            windows.reset(put(is_new))
+        results.append([device.get(table) for table in windows._tables])
+    for cut, plain in zip(*results[::-1], strict=True):
+        assert_passed(same_bytes(cut, plain, "table"))
+    assert results[0][3].tolist() == [3, 0, 0]
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_paused_sequence_keeps_what_is_pending(backend: str, lazy: bool) -> None:
     loop = Loop(backend, ring_len=4, lazy=lazy)

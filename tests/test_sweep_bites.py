@@ -360,6 +360,24 @@ def test_a_broken_op(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check in failed_checks(sweep(PLAIN, "numpy"))
 
 
+@pytest.mark.parametrize("distance", [1, 43, 256])
+def test_a_late_row_read_from_elsewhere(monkeypatch: pytest.MonkeyPatch, distance: int) -> None:
+    """Field case 5: a long row whose last tokens are read from other rows of the batch is finite, and wrong."""
+    right, is_finite = ops.gated_delta_recurrence_fwd, []
+
+    def broken(qkv: Any, *five: Any, out: Any) -> Any:
+        other = qkv.copy()
+        if len(qkv) >= 300:
+            other[256:300] = qkv[256 - distance : 300 - distance]
+        right(other, *five, out=out)
+        is_finite.append(bool(np.isfinite(out).all()))
+        return out
+
+    monkeypatch.setattr(ops, "gated_delta_recurrence_fwd", broken)
+    assert "oracle" in failed_checks(sweep(RECURRENCE_CASES["scaled_rows"], "numpy"))
+    assert is_finite[0]  # the call that is held to the oracle
+
+
 def test_an_op_that_raises_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*six: Any, out: Any) -> Any:
         raise RuntimeError("out of order")

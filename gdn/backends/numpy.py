@@ -64,8 +64,8 @@ def gated_delta_recurrence_verify_ring(inputs: VerifyInputs, out: Argument) -> N
 
     def catch_up(sequences: IndexArray, state: Float32Array) -> None:
         for sequence, of_sequence in zip(sequences, state, strict=True):
-            records = ring[ring_rows[sequence], :, : first_places[sequence]].astype(np.float32)
-            _apply_records(recurrence.geometry, of_sequence, records)
+            records = ring[ring_rows[sequence], :, : first_places[sequence], :record_elements]
+            _apply_records(recurrence.geometry, of_sequence, records.astype(np.float32))
 
     def record(sequences: IndexArray, step: int, token: _Token) -> None:
         in_window = ends[sequences] <= length
@@ -129,18 +129,18 @@ def _fold_slot(heads: HeadGeometry, pool: np.ndarray[Any, Any], slot: int, recor
     """Advance one slot of a pool over records [num_key_heads, n, record_stride]."""
     state = pool[slot].astype(np.float32)
     with np.errstate(all="ignore"):  # non-finite values are the caller's data, on every backend
-        _apply_records(heads, state, records.astype(np.float32))
+        _apply_records(heads, state, records[..., : heads.record_elements].astype(np.float32))
         pool[slot] = state.astype(pool.dtype, copy=False)
 
 
 def _apply_records(heads: HeadGeometry, state: Float32Array, records: Float32Array) -> None:
-    """Advance one state, [num_value_heads, key_head_dim, value_head_dim], over [num_key_heads, n, record_stride]."""
+    """Advance one state, [num_value_heads, key_head_dim, value_head_dim], over [num_key_heads, n, record_elements]."""
     grouped = state.reshape(heads.num_key_heads, heads.group_size, heads.key_head_dim, heads.value_head_dim)
     decays_at = heads.record_elements - heads.group_size
     for step in range(records.shape[1]):
         record = records[:, step]
         delta = record[:, heads.key_head_dim : decays_at].reshape(heads.num_key_heads, heads.group_size, -1)
-        _update(grouped, record[:, : heads.key_head_dim], delta, record[:, decays_at : heads.record_elements])
+        _update(grouped, record[:, : heads.key_head_dim], delta, record[:, decays_at:])
 
 
 def run_sequences(

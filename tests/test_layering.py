@@ -40,7 +40,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.nvrtc": ("gdn.errors", "gdn.backends.launch"),
     "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
     "gdn.backends.cuda": (
-        *("gdn.errors", "gdn.arrays", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
+        *("gdn.errors", "gdn.arrays", "gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
+        "gdn.backends.binaries",
     ),
     "gdn.backends.ahead": (
         *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),

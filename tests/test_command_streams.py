@@ -24,8 +24,10 @@ import gdn
 from gdn.backends import host, nvrtc
 from gdn.cli import bench as bench_module
 from gdn.cli import compile as compile_module
+from gdn.cli import report
 from gdn.cli.files import save_text
 from gdn.cli.main import main
+from gdn.cli.report import Column
 from gdn.errors import DeviceError
 
 ROOT = Path(gdn.__file__).parents[1]
@@ -156,6 +158,16 @@ def test_ascii_alone_in_forty_columns(tmp_path: Path) -> None:
     assert "c\\udcc3\\udca4" in re.sub(r"\s", "", found[0][1])  # of the cache's folder, in a locale without it
     assert (found[-1][0], found[-1][1]) == (2, "")
     assert "unknown case" in found[-1][2]
+
+
+def test_numbers_of_a_table_stay_whole_where_words_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = [Column("what"), *(Column(name, right=True) for name in "abcd")]
+    report.print_table(report.output(), columns, [("accept separate", "1234.5678", "12.345", "123.4567", "1")])
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.split()[1:] == ["1234.5678", "12.345", "123.4567", "1"]
 
 
 def test_streams_that_were_closed_from_the_start(tmp_path: Path) -> None:

@@ -764,6 +764,26 @@ def test_a_compiler_that_is_gone_since_it_was_found(tmp_path: Path, monkeypatch:
     assert str(gone) in str(caught.value)
 
 
+def test_a_compiler_that_the_system_ends_leaves_no_files(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that takes too much memory, which cannot clean up itself."""
+    real = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
+    ended = tmp_path / "ended"
+    write_and_end = 'case "$*" in *kernel.so*) echo half > "$TMPDIR/half.s"; kill -KILL $$;; esac'
+    ended.write_text(f'#!/bin/sh\n{write_and_end}\nexec {" ".join(real)} "$@"\n')
+    ended.chmod(0o755)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("CXX", str(ended))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(KernelCompileError, match=r"^kernel does not compile for the CPU: .* ended by signal 9\n"):
+        compiled(TRIVIAL, "pointer")
+    assert files_below(folder) == []
+    assert not empty_cache.exists()
+
+
 def test_flag_that_the_compiler_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
     picky = tmp_path / "picky c++"

@@ -337,7 +337,10 @@ def _compile(stem: str, command: Sequence[str], text: str) -> bytes:
         target = Path(folder, "kernel.so")
         result = _run([*command, "-x", "c++", "-", "-o", os.fspath(target)], text.encode(), environment)
         if result.returncode != 0:
-            raise _compile_error(stem, result.stderr.decode(errors="replace"), Path(folder).parent)
+            output = result.stderr.decode(errors="replace")
+            if result.returncode < 0:
+                output += f"\nerror: the compiler was ended by signal {-result.returncode}"
+            raise _compile_error(stem, output.strip(), Path(folder).parent)
         return target.read_bytes()
 
 

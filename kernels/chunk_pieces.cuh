@@ -37,19 +37,33 @@ struct SlabPieces {
     // The first of the rows that are taken at the same time as this one.
     __device__ __forceinline__ unsigned int first_at_once(unsigned int row) const { return row / rows_at_once * rows_at_once; }
 
-    // Call it with a whole warp, which looks for the end together.
+    // Call it with a whole warp, which looks for the ends together.
     __device__ __forceinline__ RowPiece piece(const ChunkPlan& plan, unsigned int number) const {
         const PlannedRow row = plan.row(first_row + number);
-        unsigned int piece_end = row.begin;  // which lies in another slab if the row has nothing in this one
-        if (plan.chunk(row.begin).place >= begin) {
-            unsigned int found = 32;
-            while (found == 32) {
-                const unsigned int chunk = piece_end + threadIdx.x % 32;
-                found = __popc(__ballot_sync(0xFFFFFFFFu, chunk < row.end_chunk && plan.chunk(chunk).place < end));
-                piece_end += found;
-            }
+        const unsigned int next = next_chunk(plan, first_row + number);  // looked for in any case: nothing waits for `row`
+        const bool is_first = plan.chunk(row.first_chunk).place >= begin;
+        const unsigned int piece_begin = is_first ? row.first_chunk : min(next, row.end_chunk);
+        unsigned int piece_end = piece_begin;
+        unsigned int found = 32;
+        while (found == 32) {
+            const unsigned int chunk = piece_end + threadIdx.x % 32;
+            found = __popc(__ballot_sync(0xFFFFFFFFu, chunk < row.end_chunk && plan.chunk(chunk).place < end));
+            piece_end += found;
         }
-        return {first_row + number, row.slot, row.begin, piece_end, row.begin == row.first_chunk, piece_end == row.end_chunk};
+        return {first_row + number, row.slot, piece_begin, piece_end, is_first, piece_end == row.end_chunk};
+    }
+
+    // The first chunk in the slab of a row that began before it, the largest number if there is none. Rows that are taken at
+    // the same time take turns, so each that goes on has a chunk among the first `rows_at_once` of the slab.
+    __device__ __forceinline__ unsigned int next_chunk(const ChunkPlan& plan, unsigned int row) const {
+        const unsigned int places_end = min(end, begin + rows_at_once);
+        for (unsigned int first = begin; first < places_end; first += 32) {
+            const unsigned int place = first + threadIdx.x % 32;
+            const unsigned int chunk = plan.chunk_at(min(place, places_end - 1));
+            const unsigned int lanes = __ballot_sync(0xFFFFFFFFu, plan.chunk(chunk).row == row);
+            if (lanes != 0) return __shfl_sync(0xFFFFFFFFu, chunk, __ffs(static_cast<int>(lanes)) - 1);
+        }
+        return 0xFFFFFFFFu;
     }
 
     // The state of the row in a carry, as a multiple of the states that one row has.

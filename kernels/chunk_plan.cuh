@@ -13,7 +13,7 @@ struct alignas(16) PlannedRow {
     unsigned int slot;         // of its state
     unsigned int first_chunk;  // of the row's chunks, which are numbered one after the other
     unsigned int end_chunk;
-    unsigned int begin;  // first chunk in the latest slab that was made ready and has one; before that the first of all
+    unsigned int zero;
 };
 
 // In this order: num_chunks, num_rows, 0, 0; the chunks; the rows; the chunk of each place. Each array has room for

@@ -126,7 +126,7 @@ __device__ __forceinline__ ListSize make_list(
         rows.end[threadIdx.x] = static_cast<unsigned int>(tokens.end);
         if (is_listed) {
             const unsigned int end = num_chunks + chunks;
-            plan.rows[num_rows + row - 1] = {static_cast<unsigned int>(slot), end - of_row, end, end - of_row};
+            plan.rows[num_rows + row - 1] = {static_cast<unsigned int>(slot), end - of_row, end};
         }
         __syncthreads();
         const unsigned int rows_of_pass = rows.rows_up_to_here[NUM_THREADS - 1];

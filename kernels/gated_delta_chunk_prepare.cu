@@ -20,14 +20,18 @@
 //            WORK_TYPE (qkv), GATE_TYPE (decay, beta): float, float16, bfloat16
 //            IS_PACKED: whether qkv takes the widest accesses (numeric_types.cuh); SHARED_BYTES of a block
 // BLOCK      256 threads: half of the warps for KK and what follows, half for QK
-// GRID       slab_chunks * num_key_heads * ceil(group_size / 2): a block for each two value heads of a key head, which are
-//            neighbours; the first of them writes keys and queries
+// GRID       slab_chunks * num_key_heads * ceil(group_size / 2) + 1: a block for each two value heads of a key head, which
+//            are neighbours; the first of them writes keys and queries. The last block keeps the grid from ending before the
+//            one in front
 // SHAPES     qkv_conv_output [total_seq_len, conv_dim]; decay_per_token, beta_per_token [total_seq_len, num_value_heads];
 //            chunk_plan, slab: chunk_workspace.cuh. The slab has the chunks of the plan's places from first_place on.
-// MUTATES    slab; the beginning of rows that go on in this slab, in the plan
+// MUTATES    slab
+// OVERLAP    may begin before the grid in front has ended, which is the walk over another slab: this one is free, as that walk
+//            began behind the one over it
 #include "chunk_workspace.cuh"
 #include "chunk_solver.cuh"
 #include "gated_delta_step.cuh"
+#include "grid_order.cuh"
 
 constexpr int NUM_THREADS = 256;
 constexpr int STRIPS = CHUNK_LEN / 16;  // of 16 tokens
@@ -189,14 +193,9 @@ __device__ __forceinline__ void multiply_tiles(
 constexpr int TOKENS_OF_LANE = CHUNK_LEN / 32;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
-template <typename Value>
-__device__ __forceinline__ Value max_across_lanes(Value value) {
-    #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const Value other = __shfl_xor_sync(0xFFFFFFFFu, value, distance);
-        value = other > value ? other : value;
-    }
-    return value;
+// Of numbers that are neither below 0 nor NaN: their order is that of their bits.
+__device__ __forceinline__ float max_across_lanes(float value) {
+    return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
 }
 
 __device__ __forceinline__ int held_power(float largest) {
@@ -242,7 +241,7 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
     int zeros[TOKENS_OF_LANE];
     float sum = 0.0f;
     int zero = -1;
-    int num_bad = 0;  // CHUNK_LEN minus the first token that is not finite
+    unsigned int num_bad = 0;  // CHUNK_LEN minus the first token that is not finite
     #pragma unroll
     for (int i = 0; i < TOKENS_OF_LANE; ++i) {
         const int token = lane * TOKENS_OF_LANE + i;
@@ -251,7 +250,7 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
         float key = norms.key[token];
         // A decay below 0 has no logarithm.
         if (!is_finite(key) || !is_finite(beta) || !is_finite(decay) || decay < 0.0f) {
-            num_bad = max(num_bad, CHUNK_LEN - token);
+            num_bad = max(num_bad, static_cast<unsigned int>(CHUNK_LEN - token));
             decay = 1.0f;
             beta = 0.0f;
             key = 0.0f;
@@ -297,7 +296,7 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
     const int update_power = held_power(max_across_lanes(largest_update));
     const int score_power = held_power(max_across_lanes(largest_key));
     const int solve_power = held_power(max_across_lanes(largest_beta));
-    const int num_good = CHUNK_LEN - max_across_lanes(num_bad);
+    const int num_good = CHUNK_LEN - static_cast<int>(__reduce_max_sync(0xFFFFFFFFu, num_bad));
     const float root = __fsqrt_rn(static_cast<float>(KEY_HEAD_DIM));
     #pragma unroll
     for (int i = 0; i < TOKENS_OF_LANE; ++i) {
@@ -406,14 +405,6 @@ __device__ __forceinline__ void copy_tiles(
         reinterpret_cast<uint4*>(global)[i] = reinterpret_cast<const uint4*>(shared)[i];
 }
 
-// Where a row goes on in this slab, the plan learns its first chunk here, for the walk.
-__device__ __forceinline__ void note_begin(
-    const ChunkPlan& plan, unsigned int* chunk_plan, unsigned int chunk, long long first_place) {
-    const PlannedRow& row = plan.row(plan.chunk(chunk).row);
-    const bool begins_here = chunk > row.first_chunk && plan.chunk(chunk - 1).place < first_place;
-    if (begins_here) chunk_plan[&row.begin - plan.entries] = chunk;
-}
-
 // Of a multiprocessor; raw rows of wide keys are too many registers for three.
 constexpr int BLOCKS_AT_ONCE = SHARED_BYTES <= 75 * 1024 && KEY_HEAD_DIM <= 128 ? 3 : 2;
 
@@ -421,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     const WORK_TYPE* __restrict__ qkv_conv_output, long long qkv_token_stride, long long qkv_channel_stride,
     const GATE_TYPE* __restrict__ decay_per_token, long long decay_token_stride, long long decay_head_stride,
     const GATE_TYPE* __restrict__ beta_per_token, long long beta_token_stride, long long beta_head_stride,
-    unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab, long long first_place,
+    const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab, long long first_place,
     long long slab_chunks, long long max_chunks, long long num_key_heads, long long group_size) {
     Shared& shared = *reinterpret_cast<Shared*>(launch_shared_memory<SHARED_BYTES>());
     const ChunkPlan plan = {chunk_plan, max_chunks};
@@ -431,7 +422,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     const unsigned int key_head = blockIdx.x / pairs % static_cast<unsigned int>(num_key_heads);
     const unsigned int in_slab = blockIdx.x / pairs / static_cast<unsigned int>(num_key_heads);
     const unsigned int place = static_cast<unsigned int>(first_place) + in_slab;
-    if (in_slab >= slab_chunks || place >= plan.num_chunks()) return;
+    let_next_grid_begin();
+    if (in_slab >= slab_chunks) return wait_for_grid_before();
+    if (place >= plan.num_chunks()) return;
     const unsigned int chunk = plan.chunk_at(place);
     const long long token = plan.chunk(chunk).token;
     const int length = static_cast<int>(plan.chunk(chunk).length);
@@ -493,5 +486,4 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     }
     __syncthreads();
     for (int i = 0; i < num_heads; ++i) copy_tiles(shared.solver(i), head_out(i), 0, NUM_THREADS);
-    if (key_head == 0 && first_head == 0 && threadIdx.x == 0) note_begin(plan, chunk_plan, chunk, first_place);
 }

@@ -22,8 +22,11 @@
 //            VALUE_HEAD_DIM]; out [total_seq_len, num_value_heads * VALUE_HEAD_DIM]; carry_in, carry_out [rows_at_once,
 //            num_value_heads, KEY_HEAD_DIM, VALUE_HEAD_DIM] unless STATE_TYPE is float; chunk_plan, slab: chunk_workspace.cuh
 // MUTATES    slots of rows that end here, with float those of all rows of the slab; rows of out; carry_out
+// OVERLAP    may begin before the grid in front has ended, which makes the slab ready and ends behind the walk before; the
+//            next grid may begin when this one has, so it must not write this slab
 // CALLER     carry_in and carry_out are two arrays. No row has chunks in two slabs and none in one between them.
 #include "chunk_pieces.cuh"
+#include "grid_order.cuh"
 
 constexpr int TILE_COLUMNS = VALUE_HEAD_DIM % 64 == 0 ? 64 : 32;
 constexpr int NUM_THREADS = TILE_COLUMNS * 2;
@@ -599,6 +602,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) gated_delta_chunk_w
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
     const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
     long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
+    wait_for_grid_before();
+    let_next_grid_begin();
     unsigned char* const shared = launch_shared_memory<SHARED_BYTES>();
     const Walk walk = {qkv_conv_output, qkv_token_stride, IS_PACKED ? 1 : qkv_channel_stride, recurrent_state,
                        state_slot_stride, out, out_token_stride, IS_PACKED ? 1 : out_channel_stride, carry_in, carry_out,

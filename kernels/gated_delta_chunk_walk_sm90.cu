@@ -19,9 +19,10 @@
 //            WARPGROUPS: 1 or 2; WALK_STAGES; SHARED_BYTES of a block, which begin on a multiple of 1024
 // BLOCK      WARPGROUPS = 1: 192 threads; 2: 384
 // GRID       any number of blocks: they share the pieces, value heads and tiles
-// SHAPES, MUTATES as gated_delta_chunk_walk
+// SHAPES, MUTATES, OVERLAP as gated_delta_chunk_walk
 // CALLER     values and readouts lie in rows of neighbours that start on 16-byte boundaries
 #include "chunk_pieces.cuh"
+#include "grid_order.cuh"
 #include "warpgroup.cuh"
 
 constexpr int TILE_COLUMNS = 64 * WARPGROUPS;
@@ -691,6 +692,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
     const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
     long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
+    wait_for_grid_before();
+    let_next_grid_begin();
     const ChunkPlan plan = {chunk_plan, max_chunks};
     const Walk walk = {qkv_conv_output, qkv_token_stride, recurrent_state, state_slot_stride, out, out_token_stride,
                        carry_in, carry_out, {slab, num_key_heads, group_size}, plan};

@@ -11,8 +11,11 @@
 // CALLER     guarantees that these overlap nothing.
 #include "numeric_types.cuh"
 
-__device__ __forceinline__ float softplus(float value) {
-    return value > 20.0f ? value : log1pf(expf(value));
+// exp(A_log) softplus(step). Far below 0 softplus is an exponential too: there one exponential of the sum can be right
+// where of two factors one vanishes and the other is infinite.
+__device__ __forceinline__ float negative_log_decay(float A_log, float step) {
+    if (step < -20.0f) return expf(__fadd_rn(A_log, step));
+    return __fmul_rn(expf(A_log), step > 20.0f ? step : log1pf(expf(step)));
 }
 
 extern "C" __global__ void __launch_bounds__(256) gated_delta_gates(
@@ -30,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_gates(
 
     const float step = __fadd_rn(to_float(a[token * a_token_stride + head * a_head_stride]),
                                  to_float(dt_bias[head * dt_bias_stride]));
-    const float rate = expf(to_float(A_log[head * A_log_stride]));
-    decay[token * decay_token_stride + head * decay_head_stride] = expf(-__fmul_rn(rate, softplus(step)));
+    const float log_rate = to_float(A_log[head * A_log_stride]);
+    decay[token * decay_token_stride + head * decay_head_stride] = expf(-negative_log_decay(log_rate, step));
 
     const float logit = to_float(b[token * b_token_stride + head * b_head_stride]);
     const float sigmoid = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-logit)));

@@ -280,6 +280,12 @@ def new_op_call(request: pytest.FixtureRequest) -> Callable[..., Call]:
     return lambda dtype="float32": make(dtype)
 
 
+@pytest.fixture
+def op_calls() -> dict[str, Callable[[str], Call]]:
+    """Makes a call of any op, by name and type: `op_calls["fold"](dtype)`."""
+    return OP_CALLS
+
+
 def _whole_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     while isinstance(array.base, np.ndarray):
         array = array.base

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import gdn
 from gdn import ops
+from gdn.backends import host
 from gdn.backends import numpy as numpy_backend
 from gdn.bench import build as build_module
 from gdn.bench import check as check_module
@@ -51,6 +52,7 @@ from gdn.cli import bench as bench_module
 from gdn.cli.main import main
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RecurrenceCase
+from gdn.testing.execute import on_backend
 from gdn.testing.ring_cases import RingCase
 
 pytestmark = pytest.mark.usefixtures("same_everywhere")
@@ -400,6 +402,7 @@ def grow_last_record(inputs: Any, readout: Any) -> None:
 def test_a_case_that_fails_its_check_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, regime: str, op: str, change: Callable[..., None], message: str
 ) -> None:
+    """Beside field case 90: the check before the clock is fed one wrong element, or a wrong state alone."""
     changed(monkeypatch, op, change)
     case = next(case for case in cases(regime, cold=False)[::-1] if case.loop is None)
     (row,) = measure(case, CpuMachine("numpy"), CEILINGS, 3).rows
@@ -441,6 +444,23 @@ def test_states_must_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     workload.pool[0, 0, 0, 0] = np.inf
     with pytest.raises(CheckFailed, match="not finite"):
         check_module.check_finite(workload)
+
+
+@pytest.mark.skipif(host.unavailable_reason() is not None, reason=f"host backend: {host.unavailable_reason()}")
+@pytest.mark.parametrize("regime", ["decode", "fold"])
+def test_states_stay_finite_over_10000_timed_calls(regime: str) -> None:
+    """Beside field cases 92, 93: as often as a long timing applies the same tokens, or folds the same records."""
+    options = CaseOptions(HeadGeometry(1, 2, 8, 8), "float32", ("float32",), batches=(1,), cold=False)
+    (case,) = build_cases((regime,), options, on_gpu=False)
+    machine = CpuMachine("host")
+    with on_backend("host"):
+        workload = build_workload(case, machine)
+        check_workload(workload)
+        before = workload.pool.copy()
+        assert len(machine.time_us([workload.bound(regime)], 10_000)) == 10_000
+    check_module.check_finite(workload)
+    assert np.isfinite(workload.pool).all()
+    assert (workload.pool != before).any()
 
 
 def test_the_oracle_gets_what_it_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,6 +582,24 @@ def test_rows_of_an_algorithm_are_compared_with_their_own(tmp_path: Path) -> Non
     row = next(line for line in result.stdout.splitlines() if line.startswith("prefill"))
     assert row.split()[1] == "chunked"
     assert row.split()[-1] == "-"
+
+
+def test_a_rotation_that_slots_cut_short_is_said_to_be_warm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside field cases 92, 93: where --max-slots leaves no room to pass the cache, nobody is told of cold inputs."""
+    monkeypatch.setattr(CpuMachine, "cold_bytes", lambda self: 1 << 16)
+    saved, rotating = tmp_path / "cold.json", ("decode", *TINY, "--batch", "4")
+    cold = bench(*rotating, "--save", str(saved))
+    short = bench(*rotating, "--max-slots", "8", "--compare", str(saved))
+    (row,), (cut,) = (
+        json.loads(saved.read_text(encoding="ascii"))["rows"],
+        document(*rotating, "--max-slots", "8")["rows"],
+    )
+    assert (row["cold"], cut["cold"]) == (True, False)
+    assert row["key"].endswith("| cold")
+    assert cut["key"].endswith("| warm")
+    assert "rotation smaller than the cache" not in cold.stdout
+    (line,) = [line for line in short.stdout.splitlines() if line.startswith("decode")]
+    assert line.endswith(" -  rotation smaller than the cache")  # and is compared with nothing
 
 
 def test_batches_by_list_and_by_repetition() -> None:

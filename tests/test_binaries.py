@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,10 +103,28 @@ def damaged(path: Path) -> Iterator[bytes]:
 
 
 def test_a_damaged_file_is_none(tmp_path: Path) -> None:
+    """Beside field cases 81, 82: kernels that were shipped, cut, flipped, or of another version."""
     path = binaries.write(tmp_path, VARIANT, "sm_90", binary())
     for content in damaged(path):
         path.write_bytes(content)
         assert binaries.read(tmp_path, VARIANT, "sm_90") is None
+
+
+def test_a_file_that_is_replaced_is_read_whole(tmp_path: Path) -> None:
+    """Beside field cases 81, 82: processes that compile ahead into one folder while others load from it."""
+    images = [bytes([number]) * (1 << 20) for number in range(3)]
+    binaries.write(tmp_path, VARIANT, "sm_90", binary(images[0]))
+    with ThreadPoolExecutor(2) as pool:
+        writers = [
+            pool.submit(lambda: [binaries.write(tmp_path, VARIANT, "sm_90", binary(image)) for image in 4 * images])
+            for _ in range(2)
+        ]
+        found = []
+        while not all(writer.done() for writer in writers):
+            found.append(binaries.read(tmp_path, VARIANT, "sm_90"))
+    assert [len(writer.result()) for writer in writers] == [12, 12]
+    assert all(each is not None and each.image in images for each in found)
+    assert len(list(tmp_path.glob("*.kernel"))) == 1
 
 
 def test_a_file_under_another_one_s_name_is_none(tmp_path: Path) -> None:

@@ -43,9 +43,28 @@ def test_sizes_of_a_model() -> None:
     assert (layout.rows_at_once, layout.num_slabs, layout.slab_chunks) == (4, 9, 60)
     assert layout.carry_bytes == 0
     rounded = replace(layout, state_dtype="bfloat16")
-    assert (rounded.rows_at_once, rounded.num_slabs, rounded.slab_chunks) == (4, 12, 44)
+    assert (rounded.rows_at_once, rounded.num_slabs, rounded.slab_chunks) == (4, 11, 48)
     assert rounded.carry_bytes == 4 * 32 * 128 * 128 * 4
-    assert ChunkLayout(QWEN, "bfloat16", "float32", 1, 512, 1).num_slabs == 1
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "row_len", "slabs"),
+    [
+        (1, 512, (1, 9)),
+        (1, 2048, (2, 17)),
+        (1, 4096, (4, 17)),
+        (1, 8192, (4, 33)),
+        (4, 2048, (3, 44)),
+        (1, 32_768, (9, 57)),
+    ],
+)
+def test_long_rows_are_split_so_that_slabs_overlap(
+    batch_size: int, row_len: int, slabs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
+    layout = ChunkLayout(QWEN, "bfloat16", "float32", batch_size, batch_size * row_len, 1)
+    assert (layout.num_slabs, layout.slab_chunks) == slabs
+    assert layout.all_slabs_bytes == min(2, slabs[0]) * layout.slab_bytes
 
 
 @pytest.mark.parametrize(
@@ -84,7 +103,7 @@ def test_rows_at_once(heads: HeadGeometry, batch_size: int, expected: int) -> No
 def test_a_slab_holds_a_chunk_of_each_row_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever memory there is, with carries in it or without."""
     reached = set()
-    for state_dtype, num_bytes in product(("float32", "bfloat16"), range(0, 24 << 20, 100_000)):
+    for state_dtype, num_bytes in product(("float32", "bfloat16"), range(0, 48 << 20, 200_000)):
         monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", num_bytes)
         layout = ChunkLayout(QWEN, "bfloat16", state_dtype, 16, 3000, 1)
         assert layout.slab_chunks % layout.rows_at_once == 0
@@ -117,20 +136,24 @@ def test_no_batch_has_more_chunks_and_parts_do_not_meet(
     parts = [
         (0, 4 * (4 + 9 * layout.max_chunks)),
         *carries,
-        (layout.slab_offset, layout.slab_chunks * layout.chunk_bytes),
+        *(
+            (layout.slab_offset(slab), layout.slab_chunks * layout.chunk_bytes)
+            for slab in range(min(2, layout.num_slabs))
+        ),
     ]
     if min_row_len > 1:
         parts.append((layout.short_slots_offset, 4 * len(lengths)))
     for (start, size), (behind, _) in pairwise([*parts, (layout.total_bytes - 256, 0)]):
         assert start % 256 == 0
         assert start + size <= behind
+    assert [layout.slab_offset(slab) for slab in (2, 3)] == [layout.slab_offset(slab) for slab in (0, 1)]
     assert layout.total_bytes <= chunk_layout.MAX_WORKSPACE_BYTES
     assert first_part(1040) == 1280
     assert first_part(1024) == 1024
 
 
 def test_one_chunk_may_be_more_than_a_workspace_should() -> None:
-    layout = ChunkLayout(HeadGeometry(1024, 2048, 128, 128), "bfloat16", "bfloat16", 1, 200, 1)
+    layout = ChunkLayout(HeadGeometry(2048, 4096, 128, 128), "bfloat16", "bfloat16", 1, 200, 1)
     assert (layout.max_chunks, layout.slab_chunks) == (4, 1)
     assert layout.total_bytes > layout.chunk_bytes > chunk_layout.MAX_WORKSPACE_BYTES
 
@@ -172,7 +195,7 @@ class Plan(NamedTuple):
     """What the kernel leaves in its arrays, as far as there are chunks and rows."""
 
     chunks: list[tuple[int, int, int, int]]  # token, length, row, place
-    rows: list[tuple[int, int, int, int]]  # slot, first chunk, end, first chunk of a slab
+    rows: list[tuple[int, int, int, int]]  # slot, first chunk, end, 0
     place_chunk: list[int]
 
 
@@ -223,7 +246,7 @@ class Batch:
         places = np.argsort(place_chunk).tolist()
         return Plan(
             [(*chunk, place) for chunk, place in zip(chunks, places, strict=True)],
-            [(slot, first, end, first) for (slot, first), end in zip(rows, ends, strict=False)],
+            [(slot, first, end, 0) for (slot, first), end in zip(rows, ends, strict=False)],
             place_chunk,
         ), short
 

@@ -74,6 +74,7 @@ def test_another_algorithm_is_refused(make: Callable[..., Call], algorithm: Any)
 def test_heads_that_chunks_do_not_serve(
     make: Callable[..., Call], cpu_backend: str, heads: tuple[int, int, int, int], name: str
 ) -> None:
+    """Beside field cases 56-59, 63: chunks have a limit of their own, which is named; "auto" does without them."""
     dim = dict(zip(("key_head_dim", "value_head_dim"), heads[2:], strict=True))[name]
     expected = f"{name}: expected a multiple of 32 for algorithm='chunked', got {dim}"
     assert make(heads=heads).refusal(ShapeError, cpu_backend) == expected
@@ -179,6 +180,96 @@ def test_slabs_do_not_change_bits(make: Callable[..., Call], monkeypatch: pytest
     for num_bytes in (0, 150_000):
         monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", num_bytes)
         assert results(make("chunked", lengths), kernels) == expected
+
+
+# ---- By hand ----
+
+
+def by_chunks(call: Call, backend: str) -> tuple[Any, Any]:
+    """Readout and pool of a call, as NumPy arrays."""
+    if backend == "cuda":
+        import cupy
+
+        call.arguments |= {name: cupy.asarray(array) for name, array in call.arguments.items() if name != "algorithm"}
+    call.run(backend)
+    return tuple(array.get() if backend == "cuda" else array for array in (call["out"], call["recurrent_state"]))
+
+
+def one_hot(call: Call, element: int, value: float) -> Call:
+    """Queries and keys of all tokens and heads are this element, values are of one number, no state decays."""
+    heads, qkv = call.heads, call["qkv_conv_output"]
+    qkv[:] = 0
+    qkv[:, : 2 * heads.key_dim].reshape(len(qkv), -1, heads.key_head_dim)[..., element] = 1
+    qkv[:, 2 * heads.key_dim :] = value
+    call["decay_per_token"][:] = call["beta_per_token"][:] = 1
+    return call
+
+
+def test_a_chunk_decays_before_the_error(make: Callable[..., Call], backend: str) -> None:
+    """Beside field case 50: the first tokens of chunks over a state, and one behind a delta of its own chunk.
+
+    Half of what there was decays, and of that the first two erase all, the one in the middle, with beta 1/2, half. An
+    error before the decay would erase twice as much.
+    """
+    call = one_hot(make(lengths=(66,)), 0, 0)
+    call["recurrent_state"][0] = 1
+    call["qkv_conv_output"][32, 64:] = 1  # the value of the one token that writes
+    call["decay_per_token"][[0, 33, 64]] = 0.5
+    call["beta_per_token"][33:64] = 0
+    call["beta_per_token"][33] = 0.5
+    out, pool = by_chunks(call, backend)
+    expected = np.repeat([0, 1, 0.25, 0], [32, 1, 31, 2]) / np.sqrt(32)
+    np.testing.assert_allclose(out, np.tile(expected[:, None], (1, 64)), rtol=1e-3, atol=1e-4)
+    assert np.abs(pool[0, :, 0]).max() < 1e-3
+    np.testing.assert_allclose(pool[0, :, 1:], 0.125, rtol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [(3, 3, 64, 32), (1, 2, 32, 32)])
+def test_a_scale_on_both_ways_to_a_readout(
+    make: Callable[..., Call], backend: str, heads: tuple[int, int, int, int]
+) -> None:
+    """Beside field case 47: a value is read in its own chunk and, out of the state, in the next one: 1/√KD of it each.
+
+    Of keys twice as wide as values too: √VD is another number there.
+    """
+    call = one_hot(make(lengths=(70,), heads=heads), 3, 2)
+    call["recurrent_state"][:] = 0
+    call["beta_per_token"][1:] = 0  # the first token alone writes
+    out, _ = by_chunks(call, backend)
+    np.testing.assert_allclose(out, 2 / np.sqrt(heads[2]), rtol=1e-3)
+
+
+def test_value_heads_of_chunks_read_key_heads_by_group(make: Callable[..., Call], backend: str) -> None:
+    """Beside field case 54: nk=2, nv=6 in chunks, key head i = e_i: value heads [0,0,0,1,1,1] in state and readout."""
+    call = make(lengths=(66,), heads=(2, 6, 32, 32))
+    qkv = call["qkv_conv_output"]
+    qkv[:] = 0
+    for part in (0, 64):  # queries, keys
+        qkv[:, part + np.array([0, 32 + 1])] = 1
+    values = np.repeat(np.arange(1, 7), 32)
+    qkv[:, 128:] = values
+    call["recurrent_state"][:] = 0
+    call["decay_per_token"][:] = call["beta_per_token"][:] = 1
+    out, pool = by_chunks(call, backend)
+    rows_written = [np.flatnonzero(np.abs(head).max(axis=1) > 1e-3).tolist() for head in pool[0]]
+    assert rows_written == [[0], [0], [0], [1], [1], [1]]
+    np.testing.assert_allclose(out, np.tile(values / np.sqrt(32), (66, 1)), rtol=1e-3)
+
+
+@pytest.mark.parametrize("zeros", ["key", "query"])
+def test_chunks_without_a_key_or_a_query(make: Callable[..., Call], backend: str, zeros: str) -> None:
+    """Beside field cases 45, 46: of a whole chunk of zeros no power of two can be taken out, and no NaN comes of it."""
+    call = make(lengths=(70,))
+    first = 0 if zeros == "query" else 32
+    call["qkv_conv_output"][:, first : first + 32] = 0
+    call["decay_per_token"][:] = 1 - 2.0**-7
+    state = call["recurrent_state"][0].astype(float)
+    out, pool = by_chunks(call, backend)
+    assert np.isfinite(out).all()
+    if zeros == "query":
+        assert not out.any()
+    else:
+        np.testing.assert_allclose(pool[0], (1 - 2.0**-7) ** 70 * state, rtol=2e-4)
 
 
 # ---- Several launches in a call ----
@@ -336,7 +427,10 @@ def test_what_does_not_compile_is_refused_before_the_fold(make: Callable[..., Ca
 @pytest.mark.parametrize("algorithm", ["chunked", "auto"])
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_a_call_in_a_graph(make: Callable[..., Call], algorithm: str, is_bound: bool) -> None:
-    """A replay reads what the arrays hold then; a call that is not bound needs its workspace, its readout, a warmup."""
+    """Beside field cases 11, 84: several launches and a workspace; a replay reads what the arrays hold then.
+
+    A call that is not bound needs its workspace, its readout, a warmup.
+    """
     import cupy
 
     captured, plain = with_pending(make(algorithm)), with_pending(make(algorithm))

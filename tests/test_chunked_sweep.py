@@ -27,7 +27,8 @@ from gdn.testing.chunked_checks import (
     chunked_subject,
     chunked_tolerance,
 )
-from gdn.testing.execute import ARGUMENTS
+from gdn.testing.execute import ARGUMENTS, on_backend
+from gdn.testing.ring_device import Device
 from gdn.testing.sweep import CaseResult, run_sweep
 
 EVERY_CASE = {**CHUNKED_CASES, **{case.name: case for case in rare_cases()}}
@@ -63,13 +64,11 @@ def run(case: ChunkedCase, backend: str) -> ChunkedSubject:
     return chunked_subject(case, backend, arrays, reference_of(arrays))
 
 
-@pytest.mark.parametrize("work_dtype", ["bfloat16", "float32"])
-def test_every_length_of_two_chunks(work_dtype: str, backend: str) -> None:
+def assert_each_row_is_right(case: ChunkedCase, backend: str) -> None:
     """Each row by itself: an error in a short one would vanish in the norm of all."""
-    case = ChunkedCase("every_length", HeadGeometry(1, 2, 32, 32), EDGE_LENGTHS, work_dtype, out_dtype="float32")
     subject = run(case, backend)
     readout, pool = subject.reference
-    limits = chunked_tolerance(work_dtype, "float32")
+    limits = chunked_tolerance(case.work_dtype, "float32")
     limits = Tolerance(2 * limits.relative_norm, 3 * limits.max_element, f"{limits.reason}; of a single row")
     for sequence in subject.live:
         rows, slot = subject.rows(sequence), subject.slots[sequence]
@@ -77,6 +76,20 @@ def test_every_length_of_two_chunks(work_dtype: str, backend: str) -> None:
             close(subject.outcome.out[rows], readout[rows], limits, f"readout of {subject.lengths[sequence]}"),
             close(subject.outcome.recurrent_state[slot], pool[slot], limits, f"state of {subject.lengths[sequence]}"),
         )
+
+
+@pytest.mark.parametrize("work_dtype", ["bfloat16", "float32"])
+def test_every_length_of_two_chunks(work_dtype: str, backend: str) -> None:
+    case = ChunkedCase("every_length", HeadGeometry(1, 2, 32, 32), EDGE_LENGTHS, work_dtype, out_dtype="float32")
+    assert_each_row_is_right(case, backend)
+
+
+@pytest.mark.parametrize("work_dtype", ["bfloat16", "float32"])
+def test_rows_without_decay_of_any_length(work_dtype: str, backend: str) -> None:
+    """Beside field case 41: decay exactly 1 in chunks that are full, one short of it, one over, and of one token."""
+    lengths = (1, 31, 33, 63, 66, 128, 193)
+    case = ChunkedCase("ungated", HeadGeometry(1, 2, 32, 32), lengths, work_dtype, out_dtype="float32")
+    assert_each_row_is_right(replace(case, inputs="no_decay"), backend)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -92,7 +105,8 @@ def test_slabs_do_not_show(
     monkeypatch.setattr(chunk_layout, "WALKS_AT_ONCE", rows_at_once * case.heads.num_value_heads)
     types = case.work_dtype, state_dtype
     layout = chunk_layout.ChunkLayout(case.heads, *types, len(case.lengths), case.total_seq_len, 1)
-    room = layout.total_bytes - layout.slab_bytes + chunks_of_a_slab * layout.chunk_bytes
+    slab_bytes = chunks_of_a_slab * layout.chunk_bytes // 256 * 256 + 256
+    room = layout.total_bytes - layout.all_slabs_bytes + 2 * slab_bytes
     monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", room + chunk_layout.PART_ALIGNMENT)
     layout = replace(layout)
     assert (layout.rows_at_once, layout.num_slabs) == (rows_at_once, -(-layout.max_chunks // chunks_of_a_slab))
@@ -101,6 +115,40 @@ def test_slabs_do_not_show(
         bitwise(in_slabs.outcome.out, plain.outcome.out, "readout"),
         bitwise(in_slabs.outcome.recurrent_state, plain.outcome.recurrent_state, "state"),
     )
+
+
+def test_a_row_of_several_slabs_is_rounded_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside field cases 48, 49, 52: from slab to slab a state of a 16-bit pool goes on in float32.
+
+    A float32 pool that began with the same values and is rounded afterwards has the same bits.
+    """
+    monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", 0)
+    narrow = replace(PLAIN, lengths=(300, 5, 130), state_dtype="bfloat16")
+    arrays = build_arrays(narrow)
+    wide = replace(arrays, recurrent_state=arrays.recurrent_state.astype(np.float32))
+    outcomes = [
+        chunked_subject(replace(narrow, state_dtype=dtype), kernels, given, reference_of(given)).outcome
+        for dtype, given in (("bfloat16", arrays), ("float32", wide))
+    ]
+    rounded = outcomes[1].recurrent_state.astype(arrays.recurrent_state.dtype)
+    assert_passed(
+        bitwise(outcomes[0].out, outcomes[1].out, "readout"), bitwise(outcomes[0].recurrent_state, rounded, "state")
+    )
+
+
+def test_one_bit_pattern_in_many_runs(backend: str) -> None:
+    """Beside field cases 68, 72: many rows walked at once, again and again; at full size where there is a GPU."""
+    lengths, heads, runs = (1238, 1199, 1240, 1216, 1187, 1203, 519), HeadGeometry(16, 48, 128, 128), 30
+    if backend != "cuda":
+        lengths, heads, runs = tuple(length // 10 for length in lengths), HeadGeometry(1, 2, 32, 32), 8
+    arrays = build_arrays(ChunkedCase("ragged", heads, lengths, "bfloat16", state_dtype="bfloat16"))
+    results = []
+    for _ in range(runs):
+        given = [Device(backend).put(array) for array in arrays.as_tuple()]
+        with on_backend(backend):
+            out = ops.gated_delta_recurrence_fwd(*given, algorithm="chunked")
+        results.append(Device(backend).get(out).tobytes() + Device(backend).get(given[3]).tobytes())
+    assert results == [results[0]] * runs
 
 
 def test_auto_runs_heads_that_are_not_served_token_by_token(backend: str) -> None:

@@ -122,6 +122,16 @@ def test_a_mistake_in_the_usage_ends_with_2(arguments: tuple[str, ...], message:
     assert result.stderr.count("Error:") == 1
 
 
+@pytest.mark.parametrize("command", ["verify", "soak", "bench", "compile"])
+def test_head_counts_that_do_not_group(command: str) -> None:
+    """Beside field case 55: as options of every command, refused naming both before anything runs."""
+    for num_key_heads, num_value_heads in ((2, 3), (4, 2), (0, 4), (3, 0)):
+        result = gdn_command(command, "--heads", f"{num_key_heads},{num_value_heads}")
+        assert (result.exit_code, result.stdout) == (2, "")
+        both = f"got num_key_heads={num_key_heads}, num_value_heads={num_value_heads}"
+        assert result.stderr.endswith(f"num_value_heads: expected a multiple of at least one key head, {both}\n")
+
+
 def test_a_backend_that_cannot_run_ends_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gdn, "unavailable_backends", lambda: {"cuda": "no GPU visible"})
     result = gdn_command("verify", "--backend", "cuda")
@@ -489,6 +499,7 @@ def fail(*arguments: Any) -> Any:
 
 @pytest.mark.usefixtures("fresh_cuda_probe")
 def test_info_where_cuda_fails_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside field cases 86-88: a CuPy that is there, and a driver that answers with errors alone: one line."""
     runtime = SimpleNamespace(driverGetVersion=fail, runtimeGetVersion=fail, getDeviceCount=fail)
     cupy = SimpleNamespace(__version__="0", is_available=fail, cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", cupy)

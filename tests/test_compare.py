@@ -275,6 +275,7 @@ def test_equal_values_of_another_type_or_shape_fail():
 
 
 def test_ten_million_elements_are_compared_quickly():
+    """Beside field case 90: the least bit of one element in 10^7, in the comparison that has no tolerance."""
     expected = reference_array((10, 1000, 1000)).astype(np.float32)
     actual = expected.copy()
     actual[9, 999, 998] = np.nextafter(actual[9, 999, 998], np.float32(np.inf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -122,6 +123,24 @@ def test_what_is_there_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch, tm
     rebuilt = [kernel.pop("file") for kernel in third["kernels"] if kernel.pop("compiled")]
     assert rebuilt == [damaged.name, other_version.name]
     assert binaries.read(tmp_path / "out", variant, "sm_90") == nvrtc.compile_binary(variant, "sm_90")
+
+
+@needs_nvrtc
+def test_a_folder_with_spaces_and_letters_beyond_ascii(tmp_path: Path) -> None:
+    """Beside field cases 77, 89: kernels compiled into such a folder in the C locale, and read from it in another."""
+    folder = tmp_path / "Kerne für ß"
+    arguments = (*SMALL[:-1], "pending_windows", "--out", str(folder))
+    done = subprocess.run(
+        [sys.executable, "-m", "gdn", "compile", *arguments],
+        env={**os.environ, "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, b""), done.stderr
+    assert b"1 kernel of " in done.stdout
+    assert binaries.read(folder, pending_windows.VARIANT, "sm_90") is not None
 
 
 @needs_nvrtc
@@ -296,6 +315,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside field cases 86-88: what compiles ahead of time has no CuPy to do it with: one clear line."""
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     monkeypatch.setitem(sys.modules, "cupy", None)
     result = gdn_compile(*SMALL)

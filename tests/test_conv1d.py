@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,7 @@ def strided(array: Any, xp: Any, how: str) -> Any:
 
 
 def test_strides_of_every_array_but_the_pool(backend: str) -> None:
+    """Beside field case 79: weights, bias and tables of the convolution as views equal the packed copies."""
     call, device = Conv(), Device(backend)
     expected = call.run(backend)
     for how in ("every other", "transposed", "unaligned"):
@@ -307,6 +309,48 @@ def test_other_rows_do_not_matter(backend: str) -> None:
     assert np.isnan(its_pool[[4, 6, 8, 10, 11, 3]]).all()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("where", ["qkv", "conv_state", "conv_weight"])
+def test_an_extreme_value_stays_in_its_channel(backend: str, where: str, value: float) -> None:
+    """Beside field case 51: one value of one channel; channels that share a word with it keep their bits."""
+    call = Conv()
+    clean = [array.copy() for array in call.run(backend)]
+    tokens = slice(5, 8)  # of the sequence in slot 7
+    place = {"qkv": (6, 9), "conv_state": (7, 9, 1), "conv_weight": (9, 2)}[where]
+    poisoned = call.inputs
+    poisoned[where][place] = value
+    out, pool = call.with_arrays(**poisoned).run(backend)
+    assert not bitwise(out, clean[0])
+    rows = slice(None) if where == "conv_weight" else tokens
+    out[rows, 9], pool[7, 9] = clean[0][rows, 9], clean[1][7, 9]
+    assert_passed(bitwise(out, clean[0], "other outputs"), bitwise(pool, clean[1], "other windows"))
+
+
+def test_a_window_after_a_single_token(backend: str) -> None:
+    """Beside field case 53: a look at the other pool: conv_state[slot, channel, place] is oldest to newest."""
+    call = Conv(lengths=(1, 2), slots=(5, 0), gap=0)
+    _, pool = call.with_arrays(conv_state=np.zeros_like(call["conv_state"])).run(backend)
+    nothing, (first, second, third) = np.zeros(24, np.float32), call["qkv"]
+    np.testing.assert_array_equal(pool[5].T, [nothing, nothing, first])
+    np.testing.assert_array_equal(pool[0].T, [nothing, second, third])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 8, 31, 32, 33])
+def test_canaries_around_tokens_and_windows(backend: str, length: int) -> None:
+    """Beside field cases 60, 69: rows around the width and the tiles of a block, amid memory that stays as it is."""
+    call = Conv(lengths=(1, length, 1), slots=(2, 0, 1), gap=0)
+    layouts = {"qkv": "slice", "conv_state": "gaps", "out": "slice", "slot_idx": "every_other", "bias": "every_other"}
+    given = {**call.inputs, "out": np.full(call["qkv"].shape, np.nan, np.float32)}
+    silu = partial(ops.gated_delta_conv1d_fwd, activation="silu")
+    written, kept = run_watched(backend, silu, given, ("conv_state", "out"), layouts)
+    assert_passed(*kept, *call.against_oracle((written["out"], written["conv_state"])))
+    del given["out"], given["conv_weight"], given["bias"]
+    given["num_accepted"] = np.array([1, length, 0], np.uint32)
+    written, kept = run_watched(backend, ops.gated_delta_conv1d_commit, given, ("conv_state",), layouts)
+    _, expected = call.first_tokens([1, length, 0]).reference()
+    assert_passed(*kept, bitwise(written["conv_state"], expected.astype(np.float32), "windows"))
+
+
 def test_a_window_that_is_not_written_keeps_its_bytes(backend: str) -> None:
     call = Conv()
     out, pool = call.run(backend)
@@ -329,9 +373,10 @@ def test_a_commit_is_the_convolution_of_the_accepted_tokens(backend: str, width:
         assert_passed(bitwise(expected, reference.astype(expected.dtype), "oracle"))
 
 
-@pytest.mark.parametrize("lengths", [(), (0, 0), (3,)])
+@pytest.mark.parametrize("lengths", [(), (0, 0), (3,), (0, 3, 0, 0, 2, 0)])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_small_batches(backend: str, lengths: tuple[int, ...], gap: int) -> None:
+    """Beside field cases 66, 67: no sequences, no tokens, or none between others: their windows keep every bit."""
     call = Conv(lengths=lengths, slots=tuple(range(len(lengths))), gap=gap)
     results = call.run(backend)
     assert_passed(*call.against_oracle(results))
@@ -395,7 +440,10 @@ def run_unchecked(kernels: str, call: Conv, monkeypatch: pytest.MonkeyPatch) -> 
 def test_malformed_tables_are_what_the_contract_says(
     kernels: str, index_type: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot outside the pool is padding, offsets are clamped, a decreasing pair is an empty row."""
+    """Beside field cases 70, 71: offsets that the convolution meets unchecked, at both ends and falling.
+
+    A slot outside the pool is padding, offsets are clamped, a decreasing pair is an empty row.
+    """
     call = Conv(lengths=(60,), slots=(0,), gap=5)
     far = 2**31 - 1
     for slots, offsets, right_slots, right_offsets in (

@@ -77,6 +77,7 @@ def test_each_device_has_plans_of_its_own(
 
 @pytest.mark.gpu
 def test_a_readout_is_made_where_the_arrays_are(new_op_call: NewOpCall, num_devices: int) -> None:
+    """Beside field case 80: what a call allocates itself is on the device of its arrays, not on the current one."""
     import cupy
 
     call, given = put(new_op_call(), 1), put(new_op_call(), 1)

@@ -62,6 +62,20 @@ def test_gates_are_those_of_the_oracle(backend: str, dtype: str, allow_neg_eigva
         assert (gates[1].min(), gates[1].max()) == (0, 2 if allow_neg_eigval else 1)
 
 
+def far_apart() -> list[Array]:
+    """Rates that overflow beside softplus that vanishes, and all between: what a decay is made of has no limit."""
+    log_rates = np.array([-100, -88, 0, 3, 60, 88, 90, 100], np.float32)
+    steps = np.array([-1e4, -200, -110, -100, -90, -60, -20.5, -19.5, 0, 20, 100, 1e4], np.float32)
+    return [*np.broadcast_to(steps[:, None], (2, 12, 8)).copy(), log_rates, np.zeros(8, np.float32)]
+
+
+def test_a_rate_that_overflows_and_a_softplus_that_vanishes(backend: str) -> None:
+    """Beside field cases 39, 40, 42: where a decay is made, 0 x infinity is a decay like others, mostly 1."""
+    gates = run(backend, far_apart())
+    assert np.isfinite(gates[0]).all()
+    assert_passed(*against_oracle(gates, far_apart()))
+
+
 def test_a_doubled_beta_is_exactly_twice_the_other(backend: str) -> None:
     arrays = projections()
     (decay, beta), (same, doubled) = run(backend, arrays), run(backend, arrays, allow_neg_eigval=True)
@@ -106,6 +120,7 @@ def test_layouts_change_nothing(backend: str) -> None:
 
 
 def test_non_finite_projections_stay_in_their_gate(backend: str) -> None:
+    """Beside field case 51: before the recurrence a NaN or infinity of a projection is one gate's of one token."""
     arrays = projections()
     right = run(backend, arrays)
     arrays[0][3, 5] = np.nan
@@ -141,9 +156,11 @@ def test_a_bound_call_runs_on_what_its_arrays_hold(backend: str) -> None:
 
 
 FAULTS = {
-    "decay without its sign": ("expf(-__fmul_rn(rate", "expf(__fmul_rn(rate"),
-    "softplus linear too early": ("value > 20.0f", "value > 2.0f"),
-    "softplus of an overflow": ("value > 20.0f ? value :", "value > 1e30f ? value :"),
+    "decay without its sign": ("expf(-negative_log_decay(", "expf(negative_log_decay("),
+    "softplus linear too early": ("step > 20.0f", "step > 2.0f"),
+    "softplus of an overflow": ("step > 20.0f ? step :", "step > 1e30f ? step :"),
+    "softplus an exponential too early": ("step < -20.0f", "step < -2.0f"),
+    "softplus never an exponential": ("step < -20.0f", "step < -1e30f"),
     "bias left out": ("to_float(dt_bias[head * dt_bias_stride])", "0.0f"),
     "rate of the first head": ("A_log[head * A_log_stride]", "A_log[0]"),
     "beta of a": (
@@ -160,7 +177,8 @@ def test_a_broken_kernel_is_noticed(fault: str, edit: Callable[..., None]) -> No
     arrays = projections()
     out = tuple(np.full(arrays[0].shape, np.nan, np.float32) for _ in range(2))
     gates = run("host", arrays, out=out)
-    assert not all(comparison.passed for comparison in against_oracle(gates, arrays))
+    comparisons = [*against_oracle(gates, arrays), *against_oracle(run("host", far_apart()), far_apart())]
+    assert not all(comparison.passed for comparison in comparisons)
 
 
 def test_the_kernel_as_it_is_passes(edit: Callable[..., None]) -> None:
@@ -179,9 +197,14 @@ def read_only(array: Array) -> Array:
 REFUSED: list[tuple[str, Any, str]] = [
     ("a", np.zeros(24, np.float32), "expected shape [total_seq_len, num_value_heads]"),
     ("a", np.zeros((70, 24), np.float64), "expected float32, float16 or bfloat16"),
+    ("a", np.zeros((70, 24, 1), np.float32), "expected shape [total_seq_len, num_value_heads]"),
     ("b", np.zeros((70, 23), np.float32), "expected shape [total_seq_len, num_value_heads] = (70, 24)"),
+    ("b", np.zeros((70, 1), np.float32), "expected shape [total_seq_len, num_value_heads] = (70, 24)"),
+    ("b", np.zeros((1, 24), np.float32), "expected shape [total_seq_len, num_value_heads] = (70, 24)"),
     ("b", np.zeros((70, 24), np.float16), "expected float32, got float16"),
     ("A_log", np.zeros(23, np.float32), "expected shape [num_value_heads] = (24,)"),
+    ("A_log", np.zeros((), np.float32), "expected shape [num_value_heads] = (24,)"),
+    ("A_log", np.zeros((70, 24), np.float32), "expected shape [num_value_heads] = (24,)"),
     ("A_log", np.zeros(24, np.int32), "expected float32, float16 or bfloat16"),
     ("dt_bias", np.zeros((1, 24), np.float32), "expected shape [num_value_heads] = (24,)"),
     ("dt_bias", [0.0] * 24, "expected a NumPy or CuPy array"),
@@ -194,6 +217,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 def test_wrong_inputs_are_refused_before_anything_is_written(
     cpu_backend: str, argument: str, value: Any, words: str
 ) -> None:
+    """Beside field case 61: projections and rates that would broadcast are refused, as decay of a wrong shape is."""
     call = dict(zip(ARGUMENTS, projections(), strict=True)) | {argument: value}
     out = tuple(np.full((70, 24), 7, np.float32) for _ in range(2))
     with pytest.raises(gdn.GdnError) as refusal, on_backend(cpu_backend):

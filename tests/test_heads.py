@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from gdn import models
+from gdn import models, ops
 from gdn.backends import host as host_backend
 from gdn.errors import GdnError, ShapeError
 from gdn.geometry import HeadGeometry
 from gdn.testing.cases import RecurrenceCase
+from gdn.testing.ring_cases import RingCase
 from gdn.testing.sweep import run_sweep
 
 if TYPE_CHECKING:
@@ -139,6 +140,25 @@ def test_every_size_is_right_in_the_kernels(backend: str, place: int) -> None:
     """Field cases 56-59, 63: each size once as a key's and once as a value's; test_compile.py has every pair."""
     value_head_dim = SERVED[(place + 5) % len(SERVED)]
     assert_right(HeadGeometry(1, 2, SERVED[place], value_head_dim), backend)
+
+
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("place", range(len(FIELD_HEAD_DIMS)))
+def test_every_size_is_verified_and_folded_right(backend: str, place: int) -> None:
+    """Beside field cases 56-59, 63: the ops with a ring at each size, once a key's, once a value's, or refused alike.
+
+    (On the CPU's kernels test_ring.py has sizes from 8 x 8 to 256 x 256: each is two compiles.)
+    """
+    heads = FIELD_HEAD_DIMS[place], FIELD_HEAD_DIMS[(place + 5) % len(FIELD_HEAD_DIMS)]
+    if not set(heads) <= set(SERVED):
+        with pytest.raises(ShapeError, match=f"{LIMIT}, got "):
+            ops.gated_delta_ring_record_elements(*heads, 2)
+        return
+    case = RingCase("sizes", HeadGeometry(1, 2, *heads), 3, (3, 1, 4), (2, 1, 4), num_layers=1)
+    (result,) = run_sweep([case], [backend])
+    assert result.error is None
+    assert [failure for check in result.checks for failure in check.failures] == []
+    assert result.passed
 
 
 def assert_right(heads: HeadGeometry, backend: str) -> None:

@@ -213,9 +213,11 @@ extern "C" __global__ void kernel(float* floats, int* ints, unsigned int* votes)
     const unsigned int half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
     ints[threadIdx.x] = lane < 16 ? __shfl_xor_sync(half, -static_cast<int>(threadIdx.x), 1)
                                   : __shfl_down_sync(half, static_cast<int>(threadIdx.x), 1);
-    votes[threadIdx.x * 3] = __ballot_sync(0xffffffffu, lane % 3 == 0);
-    votes[threadIdx.x * 3 + 1] = __any_sync(0xffffffffu, threadIdx.x == 40);
-    votes[threadIdx.x * 3 + 2] = __ballot_sync(half, lane % 2);
+    votes[threadIdx.x * 5] = __ballot_sync(0xffffffffu, lane % 3 == 0);
+    votes[threadIdx.x * 5 + 1] = __any_sync(0xffffffffu, threadIdx.x == 40);
+    votes[threadIdx.x * 5 + 2] = __ballot_sync(half, lane % 2);
+    votes[threadIdx.x * 5 + 3] = __reduce_max_sync(0xffffffffu, 0x80000000u + (threadIdx.x * 7) % 64);
+    votes[threadIdx.x * 5 + 4] = __reduce_max_sync(half, threadIdx.x);
 }
 """
 
@@ -238,7 +240,7 @@ def test_shuffles_and_votes(seed: int) -> None:
     library = compiled(SHUFFLES, "pointer", "pointer", "pointer")
     floats = np.zeros((64, 6), np.float32)
     ints = np.zeros(64, np.int32)
-    votes = np.zeros((64, 3), np.uint32)
+    votes = np.zeros((64, 5), np.uint32)
     with host.options(order_seed=seed):
         run(library, 1, 64, floats, ints, votes)
     threads = np.arange(64)
@@ -250,6 +252,9 @@ def test_shuffles_and_votes(seed: int) -> None:
     np.testing.assert_array_equal(votes[:, 0], sum(1 << lane for lane in range(0, 32, 3)))
     np.testing.assert_array_equal(votes[:, 1], threads >= 32)
     np.testing.assert_array_equal(votes[:, 2], np.where(lanes < 16, 0x0000AAAA, 0xAAAA0000))
+    largest = [max(7 * thread % 64 for thread in range(warp, warp + 32)) for warp in (0, 32)]
+    np.testing.assert_array_equal(votes[:, 3], 2**31 + np.repeat(largest, 32))
+    np.testing.assert_array_equal(votes[:, 4], threads | 15)
 
 
 def test_a_warp_that_the_block_does_not_fill_shuffles_with_a_full_mask() -> None:
@@ -782,6 +787,23 @@ def test_a_compiler_that_the_system_ends_leaves_no_files(
         compiled(TRIVIAL, "pointer")
     assert files_below(folder) == []
     assert not empty_cache.exists()
+
+
+@pytest.mark.parametrize("name", ["mein Übersetzer", "o'brien's c++", 'a "c++"'])
+def test_a_compiler_whose_path_is_no_word_of_a_shell(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside field cases 77, 89: blanks, quotes and letters beyond ASCII in the path of the compiler; CXX is that path
+    as it is, with nothing quoted."""
+    (real,) = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
+    compiler = tmp_path / name
+    compiler.symlink_to(Path(shutil.which(real) or real))
+    monkeypatch.setenv("CXX", str(compiler))
+    assert host.unavailable_reason() is None
+    assert host._toolchain().command[0] == str(compiler)
+    compiler.unlink()
+    monkeypatch.setenv("CXX", f"{compiler} ")  # of another value, as answers are remembered
+    assert host.unavailable_reason() == f"no C++ compiler: CXX={compiler}  is not on PATH"
 
 
 def test_flag_that_the_compiler_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ KINDS = {"long long": "int64", "unsigned int": "uint32"}
 
 @pytest.mark.parametrize("stem", sorted(path.stem for path in KERNELS.glob("*.cu")))
 def test_declared_parameters_are_those_of_the_source(stem: str) -> None:
+    """Beside field case 78: what a launch is held to has the names, the order and the widths of every kernel's own."""
     text = (KERNELS / f"{stem}.cu").read_text(encoding="utf-8")
     (signature,) = re.findall(rf'extern "C" __global__ void __launch_bounds__\([^)]*\) {stem}\(([^)]*)\)', text)
     always, *optional = re.split(r"#if HAS_PENDING\n|#endif\n", signature)

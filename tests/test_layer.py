@@ -212,6 +212,27 @@ def test_a_window_longer_than_the_ring_is_committed_whole(backend: str) -> None:
         assert_passed(bitwise(device.get(left), device.get(right), "result"))
 
 
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_a_layer_with_nothing_to_do(backend: str, lengths: tuple[int, ...]) -> None:
+    """Beside field cases 66, 67: every function of a layer on no sequences, and on none that has a token."""
+    made, device = Model(), Device(backend)
+    layer = made.on(device, ring_rows=2, ring_len=4)
+    slots = [1, 3][: len(lengths)]
+    *inputs, rows, counts = put(device, made.tokens(0), slots, np.cumsum([0, *lengths]), range(len(lengths)), lengths)
+    with on_backend(backend):
+        layers.prefill(layer, *put(device, made.tokens(3), [1, 3], [0, 1, 3]))  # so that there is something to lose
+        before = state_of(layer)
+        outs = [layers.prefill(layer, *inputs), layers.verify(layer, *inputs, rows)]
+        outs += [] if lengths else [layers.decode(layer, *inputs)]
+        layers.commit(layer, inputs[0], *inputs[3:], counts, rows)
+        windows = PendingWindows(device.put(np.arange(2 * len(lengths), dtype=np.uint32).reshape(2, 1, -1)), 4)
+        windows.begin(inputs[4])
+        windows.accept(counts)
+        windows.fold(layer.recurrent_state, inputs[3][None], layer.ring)
+    assert {out.shape for out in outs} == {(0, SMALL.value_dim)}
+    assert state_of(layer) == before
+
+
 def test_scratch_changes_nothing(backend: str) -> None:
     made, device = Model(), Device(backend)
     first, second = made.on(device), made.on(device)
@@ -413,7 +434,7 @@ def test_pools_of_other_slots_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_step_in_a_graph() -> None:
-    """A warm step with its memory given is captured, and replays follow the tables."""
+    """Beside field cases 11, 84: a warm step of a whole layer with its memory given; replays follow the tables."""
     import cupy
 
     made, device = Model(), Device("cuda")

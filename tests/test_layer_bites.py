@@ -201,7 +201,12 @@ FAULTS: dict[str, Fault] = {
         ("num_accepted[sequence * num_accepted_stride]", "num_accepted[sequence]"),
         {"commit"},
     ),
-    "decay without its sign": (GATES, GATES_KERNEL, ("expf(-__fmul_rn(rate", "expf(__fmul_rn(rate"), {"oracle"}),
+    "decay without its sign": (
+        GATES,
+        GATES_KERNEL,
+        ("expf(-negative_log_decay(", "expf(negative_log_decay("),
+        {"oracle"},
+    ),
     "gates of the first tokens alone": (
         GATES,
         GATES_KERNEL,
@@ -211,7 +216,7 @@ FAULTS: dict[str, Fault] = {
     "gates of other bits in a later block": (
         GATES,
         GATES_KERNEL,
-        ("expf(-__fmul_rn(", "(blockIdx.x ? 1.0f + 2e-7f : 1.0f) * expf(-__fmul_rn("),
+        ("expf(-negative_log_decay(", "(blockIdx.x ? 1.0f + 2e-7f : 1.0f) * expf(-negative_log_decay("),
         {"E3"},
     ),
     "beta doubled in any case": (

@@ -39,9 +39,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.launch": ("gdn.errors",),
     "gdn.backends.nvrtc": ("gdn.errors", "gdn.backends.launch"),
     "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
+    "gdn.backends.early_launch": (),
     "gdn.backends.cuda": (
         *("gdn.errors", "gdn.arrays", "gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
-        "gdn.backends.binaries",
+        *("gdn.backends.binaries", "gdn.backends.early_launch"),
     ),
     "gdn.backends.ahead": (
         *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),
@@ -271,11 +272,11 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     "ml_dtypes": ("gdn.arrays", "gdn.dlpack"),
     "cupy": (
-        *("gdn.arrays", "gdn.backends.cuda", "gdn.backends.nvrtc", "gdn.cli.info"),
+        *("gdn.arrays", "gdn.backends.cuda", "gdn.backends.early_launch", "gdn.backends.nvrtc", "gdn.cli.info"),
         *("gdn.testing.buffers", "gdn.testing.ring_device", "gdn.bench.cuda"),
     ),
     "matplotlib": ("gdn.cli.bench_plot",),
-    "ctypes": ("gdn.backends.host", "gdn.dlpack"),
+    "ctypes": ("gdn.backends.early_launch", "gdn.backends.host", "gdn.dlpack"),
     "subprocess": ("gdn.backends.host",),
     "click": ("gdn.cli.*",),
     "rich": ("gdn.cli.*",),

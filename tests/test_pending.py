@@ -274,6 +274,21 @@ def test_lazy_plain_decoding(backend: str, state_dtype: str, ring_len: int) -> N
         assert_passed(bitwise(stream.state(), at_once.state(), "pool of one call"))
 
 
+def test_one_bit_pattern_in_many_runs(backend: str) -> None:
+    """Beside field cases 68, 72: steps behind pending records again and again, of a whole batch on a GPU."""
+    heads, batch_size, runs = SMALL, 3, 20
+    if backend == "cuda":
+        heads, batch_size, runs = HeadGeometry(16, 48, 128, 128), 8, 20
+    lengths = (4, 1, 3) if backend != "cuda" else tuple(np.resize([4, 1, 3, 0, 2], batch_size).tolist())
+    pending = tuple(np.resize([2, 4, 0, 3], batch_size).tolist())
+    changes = {"state_dtype": "bfloat16", "record_padding": 2, "num_pending": pending, "pending_on_host": True}
+    case = RingCase("again", heads, 4, lengths, lengths, **changes)
+    arrays = build_pending_arrays(case)
+    first = pending_subject(case, backend, arrays)
+    for run in range(1, runs):
+        assert_same_steps(pending_subject(case, backend, arrays), first, f"run {run}")
+
+
 # ---- One step, in calls that a reader can follow ----
 
 
@@ -423,8 +438,34 @@ def test_records_stay_pending_over_many_windows(backend: str) -> None:
     assert_passed(bitwise(stream.state(), plain.state(), "pool"))
 
 
+@pytest.mark.parametrize("form", ["fold", "fused", "lazy"])
+def test_a_record_whose_decay_is_zero_erases_a_state_however_large(backend: str, form: str) -> None:
+    """Beside field cases 39, 40, 42: the zero is a record's, and the state that it meets overflows every sum."""
+    stream, erased = (Stream(backend, 4) for _ in range(2))
+    for each in (stream, erased):
+        each.arrays.decay_per_token[0] = 0
+        each.pool[...] = 3e38 if each is stream else 0
+    expected = erased.forward(0, 4)[3:]
+    stream.verify(0, 4, 0)
+    if form == "fold":
+        stream.fold(0, 3)
+        readout = stream.forward(3, 1)
+    else:
+        row = int(form == "fused")
+        readout = stream.verify(3, 1, row, (0, 3))
+        stream.fold(row, 1 if form == "fused" else 4)
+    assert_passed(
+        bitwise(readout, expected, "readout", ignore_zero_sign=True),
+        bitwise(stream.state(), erased.state(), "pool", ignore_zero_sign=True),
+    )
+    assert np.isfinite(readout).all()
+
+
 def test_repeated_folds_of_a_16_bit_pool_are_not_one(backend: str) -> None:
-    """What equality with the same grouping means: the lazy form rounds once where the fused form rounds each time."""
+    """Beside field cases 48, 49, 52: pending records on a 16-bit pool are no stores of it.
+
+    The lazy form rounds once where the fused form rounds each time: equality is with the same grouping of tokens.
+    """
     pools = []
     for is_lazy in (True, False):
         stream = Stream(backend, 4, "bfloat16")

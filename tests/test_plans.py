@@ -275,6 +275,17 @@ def test_a_call_after_a_warmup_is_not_checked_again(gpu: Gpu, new_op_call: Calla
     assert gpu.last(run, num_checked=1) == launch
 
 
+def test_strides_of_any_size_and_sign_reach_a_launch_whole(gpu: Gpu, call: Call) -> None:
+    """Beside field case 78: strides beyond 32 bits and below 0, checked in full and by the plan of a kind."""
+    on_gpu = OnGpu(call)
+    table = "num_accepted" if "num_accepted" in on_gpu.arrays else "slot_idx"
+    on_gpu.place("recurrent_state", 1 << 50, strides=(1 << 42, 256, 32, 4))
+    on_gpu.place(table, 1 << 48, strides=(-(1 << 36),))
+    launch = gpu.last(on_gpu.run, num_checked=1)
+    assert {1 << 40, -(1 << 34)} <= set(launch.arguments)
+    assert gpu.last(on_gpu.run, num_checked=0) == launch
+
+
 # ---- Overlap, which addresses decide ----
 
 
@@ -455,6 +466,29 @@ def test_a_call_runs_where_its_arrays_are(gpu: Gpu, call_of_fwd: Call) -> None:
     assert (launched.device, launched.stream) == (0, 100)
 
 
+def test_a_call_runs_on_the_stream_that_is_current_then(
+    gpu: Gpu, call: Call, by_chunks: Callable[..., Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside field case 83: not on that of the binding, of the plan, or of the first of several launches alone."""
+    streams = iter(range(1, 100))
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device: SimpleNamespace(ptr=current))
+    on_gpu, chunked = OnGpu(call), by_chunks()
+    current = next(streams)
+    out = on_gpu.arrays.get("out")
+    bound = ops.bind(
+        call.op,
+        *(array for name, array in on_gpu.arrays.items() if name != "out"),
+        **({} if out is None else {"out": out}),
+    )
+    runs = (on_gpu.run, bound, lambda: chunked.op(*chunked.six, **chunked.keywords))
+    for run in 3 * runs:
+        current, before = next(streams), len(gpu.launched)
+        run()
+        launched = gpu.launched[before:]
+        assert {each.stream for each in launched} == {current}
+        assert len(launched) == (3 if run is runs[-1] else 1)
+
+
 # ---- Calls of several launches ----
 
 
@@ -465,13 +499,13 @@ def by_chunks(gpu: Gpu, new_call: type[Call], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda, "shared_bytes_of_multiprocessor", lambda device: 200_000)
     monkeypatch.setattr(cuda, "capability", lambda device: (8, 0))
 
-    def make(algorithm: str = "chunked", lengths: tuple[int, ...] = (130, 3)) -> Call:
+    def make(algorithm: str = "chunked", lengths: tuple[int, ...] = (130, 3), device: int = 0) -> Call:
         call = new_call((1, 2, 32, 32), lengths)
         call["workspace"] = np.empty(1 << 21, np.uint8)
         arrays = OnGpu.__new__(OnGpu)
         arrays.arrays = {}
         for number, (name, values) in enumerate(call.arguments.items()):
-            arrays.place(name, number << 22, values.shape, values.dtype)
+            arrays.place(name, number << 22, values.shape, values.dtype, device=device)
         call.arguments = {**arrays.arrays, "algorithm": algorithm}
         return call
 
@@ -492,7 +526,7 @@ def test_a_call_of_several_launches_is_checked_each_time(gpu: Gpu, by_chunks: Ca
     _, prepare, walk = first
     stems = [launched.variant.kernel.stem.removeprefix("gated_delta_chunk_") for launched in first]
     assert stems == ["plan", "prepare", "walk"]
-    assert [launched.grid_and_block[::3] for launched in first] == [(4, 1024), (4, 256), (4, 64)]
+    assert [launched.grid_and_block[::3] for launched in first] == [(4, 1024), (5, 256), (4, 64)]
     assert [launched.shared_bytes for launched in first] == [
         0,
         *(int(dict(launched.variant.macros)["SHARED_BYTES"]) for launched in (prepare, walk)),
@@ -519,6 +553,19 @@ def test_a_bound_call_of_several_launches(gpu: Gpu, by_chunks: Callable[..., Cal
         run()
     assert gpu.launched[launched:] == 2 * expected
     assert len(expected) == 4
+
+
+def test_all_launches_of_a_call_run_where_its_arrays_are(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    """Beside field case 80: several kernels and a bound call, whichever device is current meanwhile."""
+    call = by_chunks("auto", (130, 3, 200), device=1)
+    bound = ops.bind(call.op, *call.six, **call.keywords)
+    for current in (0, 1, 2):
+        gpu.current_device = current
+        for run in (bound, lambda: call.op(*call.six, **call.keywords)):
+            launched = len(gpu.launched)
+            run()
+            assert [(each.device, each.stream) for each in gpu.launched[launched:]] == [(1, 101)] * 4
+            assert gpu.current_device == current
 
 
 def test_a_short_call_of_auto_has_a_plan(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:

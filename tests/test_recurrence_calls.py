@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from gdn.geometry import HeadGeometry
 from gdn.testing import FLOAT32_TOLERANCE, assert_passed, bitwise, close, storage_tolerance
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase, build_arrays
 from gdn.testing.checks import reference_of
-from gdn.testing.execute import Layouts, execute, on_backend
+from gdn.testing.execute import ARGUMENTS, Layouts, execute, on_backend
+from gdn.testing.ring_device import Device
 
 if TYPE_CHECKING:
     from tests.conftest import Call
@@ -160,6 +163,38 @@ def test_slots_as_a_view_of_a_longer_array(backend: str, index_type: Any) -> Non
     assert_passed(*(bitwise(*pair) for pair in zip(got, plain, strict=True)))
 
 
+@pytest.mark.parametrize("algorithm", ["recurrent", "chunked"])
+@pytest.mark.parametrize("layout", ["backwards", "one row for all", "one head for all"])
+def test_inputs_of_any_strides(backend: str, algorithm: str, layout: str) -> None:
+    """Beside field case 79: strides below 0 and of 0, which are no slices of a wider array, equal the packed copies."""
+    packed = build_arrays(RecurrenceCase("strides", HeadGeometry(1, 2, 32, 32), (70, 3)))
+    names = ("qkv_conv_output", "decay_per_token", "beta_per_token")
+    if layout == "one head for all":
+        names = names[1:]
+    for name in names:
+        values = getattr(packed, name)
+        if layout != "backwards":
+            values[...] = values[:1] if layout == "one row for all" else values[:, :1]
+
+    def as_laid_out(array: Any) -> Any:
+        if layout == "backwards":
+            return array[::-1, ::-1].copy()[::-1, ::-1]
+        one = array[:1] if layout == "one row for all" else array[:, :1]
+        xp = np if backend != "cuda" else __import__("cupy")
+        return xp.broadcast_to(one, array.shape)
+
+    results = []
+    for lay_out in (lambda array: array, as_laid_out):
+        device = Device(backend)
+        six = {name: device.put(getattr(packed, name)) for name in ARGUMENTS}
+        six |= {name: lay_out(six[name]) for name in names}
+        with on_backend(backend):
+            out = ops.gated_delta_recurrence_fwd(*six.values(), algorithm=algorithm)
+        results.append([device.get(out), device.get(six["recurrent_state"])])
+    assert all(min(six[name].strides) <= 0 for name in names)
+    assert_passed(*(bitwise(*pair) for pair in zip(*results, strict=True)))
+
+
 # ---- Non-finite values ----
 
 
@@ -211,6 +246,27 @@ def test_a_random_order_of_unlike_calls(backend: str) -> None:
             bitwise(again.out, first[idx].out, f"{cases[idx].name}: readout"),
             bitwise(again.recurrent_state, first[idx].recurrent_state, f"{cases[idx].name}: state"),
         )
+
+
+def test_a_random_order_of_unlike_ops(backend: str, op_calls: dict[str, Callable[[str], Call]]) -> None:
+    """Beside field cases 64, 65: every op and type, behind pending records too, in turn, each as if first.
+
+    (On the CPU's kernels in float32 alone, as each type is a compile.)
+    """
+
+    def bits_after(name: str, dtype: str) -> list[bytes]:
+        call = op_calls[name](dtype)
+        if backend == "cuda":
+            import cupy
+
+            call.arguments = {of: cupy.asarray(array) for of, array in call.arguments.items()}
+        call.run(backend)
+        return [array.tobytes() for array in call.arguments.values()]
+
+    kinds = list(product(op_calls, ("float32",) if backend == "host" else ("float32", "bfloat16")))
+    first = [bits_after(*kind) for kind in kinds]
+    for place in np.random.default_rng(0).integers(0, len(kinds), 60):
+        assert bits_after(*kinds[place]) == first[place], kinds[place]
 
 
 def test_one_bit_pattern_in_many_runs(backend: str) -> None:

@@ -112,6 +112,21 @@ def test_scale_is_applied_once(new_call: type[Call], backend: str) -> None:
     np.testing.assert_allclose(out[0], call["qkv_conv_output"][0, 128:] / 8, rtol=2e-6)
 
 
+@pytest.mark.parametrize("sizes", [(192, 64), (48, 128)])
+def test_a_scale_that_is_no_power_of_two(new_call: type[Call], backend: str, sizes: tuple[int, int]) -> None:
+    """Beside field case 47: one-hot q and k with KD = 192 and 48, whose roots are not whole, above VD and below it."""
+    key_head_dim, value_head_dim = sizes
+    call = new_call(heads=(1, 2, *sizes), lengths=(1,))
+    call["qkv_conv_output"][0, : 2 * key_head_dim] = 0
+    call["qkv_conv_output"][0, [key_head_dim - 1, 2 * key_head_dim - 1]] = 1
+    call["recurrent_state"][:] = 0
+    call["beta_per_token"][:] = 1
+    out, _ = run(call, backend)
+    values = call["qkv_conv_output"][0, 2 * key_head_dim :]
+    assert values.shape == (2 * value_head_dim,)
+    np.testing.assert_allclose(out[0], values / np.sqrt(key_head_dim), rtol=2e-6)
+
+
 def test_decay_comes_before_the_error(new_call: type[Call], backend: str) -> None:
     """Field case 50: S = 1, k = q = e0, v = 0, decay 1/2, beta 1 leaves nothing of row 0."""
     call = new_call(heads=(1, 1, 8, 8), lengths=(1,))
@@ -182,6 +197,21 @@ def test_keys_and_queries_of_zero(new_call: type[Call], backend: str, zeros: str
         assert_passed(bitwise(out, np.zeros_like(out), "readout", ignore_zero_sign=True))
     if zeros != "query":
         assert_passed(bitwise(pool[0], expected, "state"))
+
+
+def test_many_tokens_that_nothing_damps(new_call: type[Call], backend: str) -> None:
+    """Beside field cases 74, 75: decay 1 and beta 2, where each token mirrors the state and no error dies away.
+
+    With values of 0 a mirrored state keeps its length in every column.
+    """
+    call = new_call(lengths=(2_000 if backend == "numpy" else 20_000,))
+    call["decay_per_token"][:], call["beta_per_token"][:] = 1, 2
+    call["qkv_conv_output"][:, 16:] = 0
+    before = np.linalg.norm(call["recurrent_state"][0].astype(float), axis=1)
+    out, pool = run(call, backend)
+    assert np.isfinite(out).all()
+    # The epsilon of a norm has each token mirror a little less; roundings add up far below that.
+    np.testing.assert_allclose(np.linalg.norm(pool[0].astype(float), axis=1), before, rtol=5e-3)
 
 
 # ---- Storage types ----

@@ -16,12 +16,13 @@ import gdn
 from gdn import ops, oracle
 from gdn.backends import host
 from gdn.geometry import HeadGeometry
-from gdn.testing import assert_passed, bitwise, close, storage_tolerance
+from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.cases import RecurrenceCase, build_arrays
 from gdn.testing.execute import Layouts, execute, on_backend
+from gdn.testing.watched import run_watched
 
 if TYPE_CHECKING:
-    from tests.conftest import Call
+    from tests.conftest import Call, VerifyCall
 
 ROOT = Path(gdn.__file__).parents[1]
 ONE_BEFORE_ONE_BEHIND = Layouts("unaligned", "unaligned", "unaligned", "every_other", "unaligned")
@@ -171,6 +172,44 @@ def test_canaries_around_exact_size_arrays(backend: str, length: int) -> None:
             close(outcome.out, reference_out, tolerance, "readout"),
             close(outcome.recurrent_state[slot], reference_pool[slot], tolerance, "state"),
         )
+
+
+@pytest.mark.parametrize("filler", [7, np.nan], ids=["sevens", "nan"])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
+def test_canaries_around_windows_and_records(
+    new_verify: type[VerifyCall], backend: str, length: int, filler: float
+) -> None:
+    """Beside field cases 60, 69: windows around the end of a ring of 4, between windows of one token.
+
+    Pool and ring have no row to spare; what lies around them, and records of nobody, stays and never matters.
+    """
+
+    def new() -> VerifyCall:
+        call = new_verify(lengths=(1, length, 1), max_slots=3, record_padding=0)
+        call["ring"][...], call["out"][...] = filler, np.nan
+        return call
+
+    call, plain = new(), new()
+    layouts = {"qkv_conv_output": "slice", "recurrent_state": "gaps", "slot_idx": "every_other", "out": "slice"}
+    written, kept = run_watched(backend, call.op, call.arguments, ("recurrent_state", "ring", "out"), layouts)
+    is_recorded = np.arange(4) < np.array([1, length if length <= 4 else 0, 1])[:, None]
+    of_nobody = written["ring"].swapaxes(1, 2)[~is_recorded]
+    assert_passed(*kept, same_bytes(of_nobody, np.full_like(of_nobody, filler), "records of nobody"))
+
+    fold = {
+        **{name: written[name] for name in ("recurrent_state", "ring")},
+        "row_ids": call["slot_idx"][None],
+        "ring_row_ids": call["ring_slot_idx"][None],
+        "num_accepted": np.array([1, length, 1], np.uint32),
+    }
+    folded, kept = run_watched(backend, ops.gated_delta_state_fold, fold, ("recurrent_state",), layouts)
+    ops.gated_delta_recurrence_fwd(*plain.six[:6], out=plain["out"])
+    tolerance = storage_tolerance("float32")
+    assert_passed(
+        *kept,
+        close(written["out"], plain["out"], tolerance, "readout"),
+        close(folded["recurrent_state"], plain["recurrent_state"], tolerance, "state"),
+    )
 
 
 SANITIZED = f"""

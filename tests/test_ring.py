@@ -15,11 +15,11 @@ from gdn import ops
 from gdn.arrays import DTYPES
 from gdn.backends import host
 from gdn.geometry import HeadGeometry
-from gdn.testing import assert_passed, bitwise, same_bytes
+from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.buffers import Array
 from gdn.testing.cases import RecurrenceArrays, RecurrenceCase, build_arrays
 from gdn.testing.execute import on_backend
-from gdn.testing.ring_cases import RING_CASES, RingCase, build_ring_arrays, random_ring_case
+from gdn.testing.ring_cases import RING_CASES, RingArrays, RingCase, build_ring_arrays, random_ring_case
 from gdn.testing.ring_checks import RING_CHECKS, RingSubject, ring_subject
 from gdn.testing.ring_device import Device
 from gdn.testing.ring_walk import walk
@@ -353,6 +353,58 @@ def test_poisoned_memory(backend: str) -> None:
     assert np.isnan(np.delete(pool, used, axis=0)).all()
 
 
+def test_windows_in_one_call_and_one_by_one(backend: str) -> None:
+    """Beside field cases 70, 71: verify and fold of windows of 1, 4, 0, 9 and 3 tokens, together and each by itself."""
+    case = RingCase("ragged", SMALL, 4, (1, 4, 0, 9, 3), (1, 2, 0, 5, 3), num_layers=1)
+    arrays = build_ring_arrays(case)
+    (together,) = arrays.layers
+    device = Device(backend)
+    pools, rings = ([device.put(array) for _ in range(2)] for array in (arrays.recurrent_state, arrays.ring))
+    readout = device.verify(together, arrays.ring_row_ids[0], pools[0], rings[0])
+    device.fold(pools[0], arrays.row_ids, rings[0], arrays.ring_row_ids, arrays.num_accepted)
+    for sequence, length in enumerate(case.lengths):
+        begin, one = int(together.input_row_offsets[sequence]), np.s_[sequence : sequence + 1]
+        rows = slice(begin, begin + length)
+        alone = replace(
+            together,
+            **{
+                name: getattr(together, name)[rows] for name in ("qkv_conv_output", "decay_per_token", "beta_per_token")
+            },
+            slot_idx=together.slot_idx[one],
+            input_row_offsets=np.array([0, length], np.uint32),
+        )
+        ring_row = arrays.ring_row_ids[:, one]
+        its_readout = device.verify(alone, ring_row[0], pools[1], rings[1])
+        assert its_readout.tobytes() == readout[rows].tobytes(), length
+        device.fold(pools[1], arrays.row_ids[:, one], rings[1], ring_row, arrays.num_accepted[one])
+    for name, (got, expected) in {"pool": pools[::-1], "ring": rings[::-1]}.items():
+        assert_passed(same_bytes(device.get(got), device.get(expected), name))
+
+
+def test_a_random_order_of_unlike_rings(backend: str) -> None:
+    """Beside field cases 64, 65: ring lengths, strides, types and groups in turn, each step as if first."""
+    cases = [
+        RingCase("plain", SMALL, 4, (4, 2), (3, 2), num_layers=1),
+        RingCase("wide records", SMALL, 4, (4, 2), (3, 2), num_layers=1, record_padding=6),
+        RingCase("many rows", SMALL, 4, (4, 2), (3, 2), num_layers=3),
+        RingCase("groups of 3", HeadGeometry(2, 6, 8, 8), 4, (4, 2), (3, 2), num_layers=1),
+        RingCase("longer ring", SMALL, 17, (9, 17), (9, 8), num_layers=1),
+        RingCase("bfloat16 pool", SMALL, 4, (4, 2), (3, 2), num_layers=1, state_dtype="bfloat16"),
+        RingCase(
+            "bfloat16 both", SMALL, 4, (4, 2), (3, 2), num_layers=1, state_dtype="bfloat16", ring_dtype="bfloat16"
+        ),
+    ]
+
+    def step(case: RingCase) -> tuple[Array, ...]:
+        subject = ring_subject(case, backend, build_ring_arrays(case))
+        return (*subject.readouts, subject.ring, fold_of(subject))
+
+    first = [step(case) for case in cases]
+    for place in np.random.default_rng(0).integers(0, len(cases), 40):
+        for got, expected in zip(step(cases[place]), first[place], strict=True):
+            assert_passed(same_bytes(got, expected, cases[place].name))
+
+
 # ---- What fold writes ----
 
 
@@ -488,6 +540,134 @@ def test_a_record_holds_the_tokens_key_and_decay(backend: str) -> None:
                 bitwise(records[..., 8 + 3 * 8 : heads.record_elements].swapaxes(0, 1), decays, "decays"),
             )
             assert np.isnan(records[..., heads.record_elements :]).all()
+
+
+SINGLE = RingCase("single", SMALL, 4, (1,), (1,), num_layers=1)
+
+
+def single_token(case: RingCase, key: Array, value: float, decay: float, beta: float, state: float) -> RingArrays:
+    """One row of equal tokens: in each head this key as a query too, these values, and states that are all the same."""
+    arrays, heads = build_ring_arrays(case), case.heads
+    (window,) = arrays.layers
+    vectors = np.tile(key.astype(np.float32), 2 * heads.num_key_heads)
+    window.qkv_conv_output[:] = [*vectors, *np.full(heads.value_dim, value, np.float32)]
+    window.decay_per_token[:], window.beta_per_token[:] = decay, beta
+    arrays.recurrent_state[arrays.row_ids[0, 0]] = state
+    return arrays
+
+
+def record_of(subject: RingSubject, token: int = 0) -> tuple[Array, Array, Array]:
+    """Keys [key head, element], delta factors [key head, value head of the group, column], decays, of a token."""
+    heads, row = subject.case.heads, subject.arrays.ring_row_ids[0, 0]
+    key, deltas, decays, _ = np.split(
+        subject.ring[row, :, token],
+        np.cumsum([heads.key_head_dim, heads.group_size * heads.value_head_dim, heads.group_size]),
+        axis=1,
+    )
+    return key, deltas.reshape(len(deltas), heads.group_size, heads.value_head_dim), decays
+
+
+def test_a_record_is_made_of_the_state_after_decay(backend: str) -> None:
+    """Beside field case 50: the delta factor that a record keeps is of half the state too, and its fold leaves 0."""
+    key = np.eye(8)[0]
+    subject = ring_subject(SINGLE, backend, single_token(SINGLE, key, value=0, decay=0.5, beta=1, state=1))
+    _, deltas, _ = record_of(subject)
+    np.testing.assert_allclose(deltas, -0.5, rtol=2e-6)
+    assert np.abs(subject.readouts[0][0]).max() < 1e-6
+    state = fold_of(subject)[subject.arrays.row_ids[0, 0]]
+    assert np.abs(state[:, 0]).max() < 1e-6
+    np.testing.assert_array_equal(state[:, 1:], 0.5)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6])
+def test_a_record_of_a_tiny_key(backend: str, size: float) -> None:
+    """Beside field cases 45, 46: a record has the raw key, so the delta factor has the norm, its epsilon in the root.
+
+    At 1e-3 the epsilon is as large as the sum: outside the root it would make a norm of 2e-3 out of 1.4e-3.
+    """
+    subject = ring_subject(
+        SINGLE, backend, single_token(SINGLE, size * np.eye(8)[2], value=3, decay=1, beta=1, state=0)
+    )
+    key, deltas, _ = record_of(subject)
+    norm = np.sqrt(np.float64(np.float32(size)) ** 2 + 1e-6)
+    np.testing.assert_array_equal(key[:, 2], np.float32(size))
+    np.testing.assert_allclose(deltas, 3 / norm, rtol=2e-6)
+    state = fold_of(subject)[subject.arrays.row_ids[0, 0]]
+    np.testing.assert_allclose(state[:, 2], 3 * size / norm, rtol=2e-6)
+    np.testing.assert_array_equal(np.delete(state, 2, axis=1), 0)
+
+
+def test_a_record_of_no_key(backend: str) -> None:
+    """Beside field cases 45, 46: a key of 0 has a finite delta factor all the same, and folds to exactly decay · S."""
+    case = replace(SINGLE, name="no keys", lengths=(4,), num_accepted=(3,))
+    subject = ring_subject(case, backend, single_token(case, np.zeros(8), value=3, decay=0.7, beta=1, state=-2))
+    assert np.isfinite(record_of(subject, 2)[1]).all()
+    assert_passed(bitwise(subject.readouts[0][:4], np.zeros_like(subject.readouts[0][:4]), "", ignore_zero_sign=True))
+    decay, expected = np.float32(0.7), np.float32(-2)
+    for _ in range(3):
+        expected *= decay
+    np.testing.assert_array_equal(fold_of(subject)[subject.arrays.row_ids[0, 0]], expected)
+
+
+def test_a_fold_into_an_empty_state(backend: str) -> None:
+    """Beside field case 53: the outer product lies as [key element, value element] behind verify and fold as well."""
+    key = np.arange(1, 9) / 8
+    arrays = single_token(SINGLE, key, value=1, decay=0.5, beta=0.25, state=0)
+    values = np.arange(1, 33, dtype=np.float32).reshape(4, 8)
+    arrays.layers[0].qkv_conv_output[:, -32:] = values.ravel()
+    pool = fold_of(ring_subject(SINGLE, backend, arrays))
+    key_hat = key / np.sqrt(key @ key + 1e-6)
+    expected = key_hat[:, None] * 0.25 * values[:, None].astype(float)
+    assert_passed(close(pool[arrays.row_ids[0, 0]], expected, storage_tolerance("float32"), "state"))
+
+
+def test_records_are_of_the_key_head_of_their_group(backend: str) -> None:
+    """Beside field case 54: key head i = e_i goes to record i and, folded, to value heads [0,0,0,1,1,1] of 2 and 6."""
+    case = replace(BY_HAND, lengths=(1,), num_accepted=(1,), num_layers=1)
+    arrays = single_token(case, np.eye(8)[0], value=1, decay=1, beta=1, state=0)
+    tokens = arrays.layers[0].qkv_conv_output
+    tokens[:, 16:32] = [*np.eye(8)[0], *np.eye(8)[1]]
+    tokens[:, 32:] = np.repeat(np.arange(1, 7), 8)
+    subject = ring_subject(case, backend, arrays)
+    key, deltas, _ = record_of(subject)
+    np.testing.assert_array_equal(key, np.eye(8)[:2])
+    np.testing.assert_allclose(deltas[..., 0], [[1, 2, 3], [4, 5, 6]], rtol=2e-6)
+    state = fold_of(subject)[arrays.row_ids[0, 0]]
+    assert [np.flatnonzero(head.any(axis=1)).tolist() for head in state] == [[0]] * 3 + [[1]] * 3
+
+
+@pytest.mark.parametrize("state_dtype", POOLS)
+def test_folding_what_changes_nothing_keeps_a_state(backend: str, state_dtype: str) -> None:
+    """Beside field case 41: records of beta 0 and decay 1 keep the bits of a state of any type, whatever the keys."""
+    case = RingCase("kept", SMALL, 4, (4, 3), (4, 2), num_layers=1, state_dtype=state_dtype)
+    arrays = build_ring_arrays(case)
+    arrays.layers[0].decay_per_token[:], arrays.layers[0].beta_per_token[:] = 1, 0
+    subject = ring_subject(case, backend, arrays)
+    assert_passed(bitwise(fold_of(subject), arrays.recurrent_state, "pool", ignore_zero_sign=True))
+    assert (subject.readouts[0][:7] != 0).any(axis=1).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("part", ["key", "delta", "decay", "state"])
+def test_an_extreme_value_of_a_record_stays_in_its_row_and_head(backend: str, part: str, value: float) -> None:
+    """Beside field case 51: in a record, or in the state that it is folded into; a delta even stays in its column."""
+    case = RingCase("extreme", SMALL, 4, (4, 4, 4), (3, 3, 3), num_layers=1)
+    subject = ring_subject(case, backend, build_ring_arrays(case))
+    clean = fold_of(subject)
+    ring, pool = subject.ring.copy(), subject.verified_pool.copy()
+    row, slot = subject.arrays.ring_row_ids[0, 1], subject.arrays.row_ids[0, 1]
+    # Of key head 1, whose value heads are 2 and 3: of the second one column 5.
+    heads, touched = slice(2, 4), np.s_[slot, 2:4]
+    if part == "state":
+        pool[slot, 3, 2, 5], touched = value, np.s_[slot, 3, 2, 5]
+    else:
+        at = {"key": 2, "delta": 8 + 8 + 5, "decay": 8 + 16 + 1}[part]
+        ring[row, 1, 1, at] = value
+        touched = {"key": np.s_[slot, heads, 2], "delta": np.s_[slot, 3, :, 5], "decay": np.s_[slot, 3]}[part]
+    folded = fold_of(subject, ring=ring, pool=pool)
+    assert not bitwise(folded, clean)
+    folded[touched] = clean[touched]
+    assert_passed(bitwise(folded, clean, "everything else"))
 
 
 def test_folding_twice_applies_twice(backend: str) -> None:

@@ -192,6 +192,7 @@ def test_a_ring_of_other_key_heads(verify: VerifyCall, cpu_backend: str, num_key
 @pytest.mark.usefixtures("_nothing_compiles")
 @pytest.mark.parametrize("num_key_heads", [0, 3, 4])
 def test_a_pool_whose_heads_are_no_multiple_of_the_rings(fold: FoldCall, cpu_backend: str, num_key_heads: int) -> None:
+    """Beside field case 55: a fold has key heads from the ring and value heads from the pool; both are named."""
     fold["ring"] = np.zeros((4, num_key_heads, 4, 28), np.float32)
     expected = "num_key_heads as its second axis, dividing the 2 value heads of recurrent_state"
     assert fold.refusal(ShapeError, cpu_backend) == f"ring: expected {expected}, got {num_key_heads}"
@@ -322,7 +323,10 @@ def test_ring_rows_have_the_shape_of_the_slots(fold: FoldCall, cpu_backend: str,
 @pytest.mark.usefixtures("_nothing_compiles")
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2), (1, 2), ()])
 def test_counts_have_one_entry_a_row(fold: FoldCall, cpu_backend: str, shape: tuple[int, ...]) -> None:
-    """Counts are those of the batch: a count per layer would let layers fall out of step."""
+    """Beside field case 61: a scalar, or one count for all, would broadcast to something.
+
+    Counts are those of the batch: a count per layer would let layers fall out of step.
+    """
     fold["num_accepted"] = np.zeros(shape, np.uint32)
     message = f"num_accepted: expected shape [batch_size] = (2,), got shape {shape}"
     assert fold.refusal(ShapeError, cpu_backend) == message

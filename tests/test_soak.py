@@ -270,10 +270,12 @@ def test_a_million_tokens_of_one_sequence(kernels: str) -> None:
     assert [grown for grown in growth(checkpoints) if not grown.passed] == []
 
 
-def swept(*options: str) -> dict[str, Any]:
+def swept(*options: str, **environment: str) -> dict[str, Any]:
     """What `gdn verify` finds in a process of its own, without times."""
     command = [sys.executable, "-m", "gdn", "verify", "--json", *options]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     for results in (document, *document["results"]):
@@ -285,6 +287,18 @@ def test_a_sweep_in_fresh_processes() -> None:
     """Field case 75, a part of it: the same worst errors at the same places, whatever the process."""
     first, second = (swept("--case", "padding_rows", "--case", "ring_of_4", "--cases", "1") for _ in range(2))
     assert first["num_comparisons"] > 0
+    assert first == second
+
+
+def test_a_sweep_by_other_workers_and_other_hashes() -> None:
+    """Beside field cases 74, 75: one worker and three, with other hashes, find the same errors in each place."""
+    cases = ("mixed_decay", "ring_of_4", "conv_width_4", "steps")
+    options = ("--backend", "numpy", *(word for case in cases for word in ("--case", case)))
+    first, second = (
+        swept(*options, "--workers", workers, PYTHONHASHSEED=seed)["results"]
+        for workers, seed in (("1", "1"), ("3", "2"))
+    )
+    assert [result["case"] for result in first] == list(cases)
     assert first == second
 
 

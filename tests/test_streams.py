@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gdn
+from gdn import ops
 from gdn.testing.execute import on_backend
 
 if TYPE_CHECKING:
@@ -125,6 +126,34 @@ def test_inputs_may_be_dropped_at_once(new_op_call: NewOpCall, spin: Callable[[]
     assert written
     for name, array in written.items():
         assert array.get().tobytes() == expected[name], name
+
+
+def test_what_a_call_makes_is_given_away_in_the_order_of_its_stream(
+    new_call: type[Call], spin: Callable[[], None]
+) -> None:
+    """Beside field case 83: a workspace, which nobody holds once its kernels are enqueued, is used again."""
+    import cupy
+
+    def arguments() -> list[Any]:
+        return [cupy.asarray(array) for array in new_call((1, 2, 32, 32), (200, 3)).six]
+
+    op, six = ops.gated_delta_recurrence_fwd, arguments()
+    num_bytes = ops.gated_delta_recurrence_fwd_workspace_bytes(*six, algorithm="chunked")
+    expected = [op(*six, algorithm="chunked").tobytes(), six[3].tobytes()]
+    stream, six = cupy.cuda.Stream(non_blocking=True), arguments()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        # What is allocated below is allocated once before, as a new allocation may wait.
+        rehearsed = op(*arguments(), algorithm="chunked"), [cupy.full(num_bytes, 255, cupy.uint8) for _ in range(4)]
+        del rehearsed
+        stream.synchronize()
+        spin()
+        out = op(*six, algorithm="chunked")
+        others = [cupy.full(num_bytes, 255, cupy.uint8) for _ in range(4)]
+        assert not stream.done, "the call waited"
+    stream.synchronize()
+    assert [out.tobytes(), six[3].tobytes()] == expected
+    assert all(bool((other == 255).all()) for other in others)
 
 
 @pytest.mark.parametrize("is_current", [True, False], ids=["one-stream", "by-dlpack"])

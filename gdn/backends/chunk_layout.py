@@ -2,7 +2,7 @@
 
 Every formula of the kernels `gated_delta_chunk_*` that decides how much memory a call takes stands here, once. The
 parts start on multiples of `PART_ALIGNMENT`: the plan, two carries (states in passing from slab to slab, where the pool
-would round them), one slab, and where rows may be too short for the list, the slots of those.
+would round them), one slab or two that take turns, and where rows may be too short for the list, the slots of those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from gdn.geometry import HeadGeometry
 #: What every part of a workspace starts on a multiple of.
 PART_ALIGNMENT = 256
 #: Bytes that a workspace stays below, unless one chunk alone is more.
-MAX_WORKSPACE_BYTES = 64 << 20
+MAX_WORKSPACE_BYTES = 128 << 20
+#: Slabs that long rows are split into at least, so that one can be made ready while another is walked over: as many as
+#: have this number of chunks of each row that is walked along. 1 while overlap is not the default: slabs cost time.
+OVERLAPPED_SLABS = 1
+CHUNKS_OF_OVERLAPPED_SLAB = 16
 #: Chunks that the kernels can count.
 MAX_CHUNKS = 2**30 - 1
 #: What rows are walked along at once to have, in tiles of WALK_COLUMNS columns: about as many as a large GPU has
@@ -94,7 +98,7 @@ class ChunkLayout:
         """
         heads = self.geometry
         enough = WALKS_AT_ONCE // (heads.num_value_heads * -(-heads.value_head_dim // WALK_COLUMNS))
-        room = self._bytes_of_slab_and_carries // (self.chunk_bytes + 2 * self._carried_state_bytes)
+        room = self._bytes_of_slabs_and_carries // (2 * self.chunk_bytes + 2 * self._carried_state_bytes)
         return max(1, min(enough, room, self.max_rows))
 
     # ---- Bytes ----
@@ -141,16 +145,21 @@ class ChunkLayout:
 
     @cached_property
     def slab_bytes(self) -> int:
-        """The chunks that are in the workspace at a time."""
+        """The chunks of a slab."""
         return _whole_part(self.slab_chunks * self.chunk_bytes)
+
+    @cached_property
+    def all_slabs_bytes(self) -> int:
+        """The slabs that are in the workspace at a time."""
+        return min(2, self.num_slabs) * self.slab_bytes
 
     @cached_property
     def total_bytes(self) -> int:
         """A workspace that starts anywhere."""
-        return PART_ALIGNMENT + self.plan_bytes + 2 * self.carry_bytes + self.slab_bytes + self.short_slots_bytes
+        return PART_ALIGNMENT + self.plan_bytes + 2 * self.carry_bytes + self.all_slabs_bytes + self.short_slots_bytes
 
     @cached_property
-    def _bytes_of_slab_and_carries(self) -> int:
+    def _bytes_of_slabs_and_carries(self) -> int:
         """What is left for them, in whole parts; negative where there is too little."""
         beside = PART_ALIGNMENT + self.plan_bytes + self.short_slots_bytes
         return (MAX_WORKSPACE_BYTES - beside) // PART_ALIGNMENT * PART_ALIGNMENT
@@ -160,9 +169,10 @@ class ChunkLayout:
     @cached_property
     def num_slabs(self) -> int:
         """Slabs that the chunks are split into."""
-        largest = (self._bytes_of_slab_and_carries - 2 * self.carry_bytes) // self.chunk_bytes
+        largest = (self._bytes_of_slabs_and_carries - 2 * self.carry_bytes) // (2 * self.chunk_bytes)
         rows = self.rows_at_once
-        return -(-self.max_chunks // max(1, largest // rows * rows))
+        least = -(-self.max_chunks // max(1, largest // rows * rows))
+        return max(least, min(OVERLAPPED_SLABS, self.max_chunks // (rows * CHUNKS_OF_OVERLAPPED_SLAB)))
 
     @cached_property
     def slab_chunks(self) -> int:
@@ -176,15 +186,14 @@ class ChunkLayout:
         """The two carries."""
         return self.plan_bytes, self.plan_bytes + self.carry_bytes
 
-    @cached_property
-    def slab_offset(self) -> int:
-        """The slab."""
-        return self.plan_bytes + 2 * self.carry_bytes
+    def slab_offset(self, slab: int) -> int:
+        """A slab, by its number. The next one lies elsewhere; the one after that takes its place."""
+        return self.plan_bytes + 2 * self.carry_bytes + slab % 2 * self.slab_bytes
 
     @cached_property
     def short_slots_offset(self) -> int:
         """The slots of rows that are too short."""
-        return self.slab_offset + self.slab_bytes
+        return self.plan_bytes + 2 * self.carry_bytes + self.all_slabs_bytes
 
 
 def first_part(workspace: int) -> int:

@@ -14,8 +14,9 @@ from threading import Lock
 from typing import Any
 
 from gdn.arrays import is_capturing
-from gdn.backends import binaries, nvrtc
+from gdn.backends import binaries, early_launch, nvrtc
 from gdn.backends import cache as entries
+from gdn.backends.early_launch import EarlyLaunch
 from gdn.backends.launch import Launch, Variant, source
 from gdn.errors import DeviceError, rejection
 
@@ -134,16 +135,23 @@ class ReadyLaunch:
         with cupy.cuda.Device(device):
             self._ensure_context()
             self._function = kernel.kernel  # of this device
-        grid, block = (launch.num_blocks, 1, 1), (launch.threads_per_block, 1, 1)
-        self._before_stream = (self._function.ptr, *grid, *block, launch.variant.launch_shared_bytes)
-        self._behind_stream = (self._addresses.buffer_info()[0], 0)
+        addresses, _ = self._addresses.buffer_info()
+        num_blocks, block, shared = launch.num_blocks, launch.threads_per_block, launch.variant.launch_shared_bytes
+        self._before_stream = (self._function.ptr, num_blocks, 1, 1, block, 1, 1, shared)
+        self._behind_stream = (addresses, 0)
+        self._early: EarlyLaunch | None = None
+        if launch.begins_early and _launches_early(device):
+            self._early = EarlyLaunch(self._function.ptr, num_blocks, block, shared, addresses)
 
     def __call__(self) -> None:
         """Enqueue the kernel. Does not wait."""
         cuda, device = self._cuda, self._device
         if cuda.runtime.getDevice() == device and device in _thread.devices:
             stream = cuda.get_current_stream(device).ptr
-            cuda.driver.launchKernel(*self._before_stream, stream, *self._behind_stream)
+            if self._early is None:
+                cuda.driver.launchKernel(*self._before_stream, stream, *self._behind_stream)
+            else:
+                self._early(stream)
             return
         with cuda.Device(device):
             self._ensure_context()
@@ -154,6 +162,11 @@ class ReadyLaunch:
         if self._device not in _thread.devices:
             self._cuda.runtime.setDevice(self._device)  # allowed in a capture, too
             _thread.devices.add(self._device)
+
+
+def _launches_early(device: int) -> bool:
+    """Whether grids on this device may begin early, and kernels that are compiled for it know how to wait."""
+    return capability(device) >= early_launch.MIN_COMPUTE_CAPABILITY and early_launch.is_possible()
 
 
 def load(variant: Variant, device: int) -> Any:

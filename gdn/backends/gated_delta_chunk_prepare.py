@@ -62,14 +62,16 @@ def launch(inputs: RecurrenceInputs, layout: ChunkLayout, first_part: int, slab:
     qkv, decay, beta = inputs.qkv_conv_output, inputs.decay_per_token, inputs.beta_per_token
     return Launch(
         variant(inputs, layout),
-        layout.slab_chunks * layout.geometry.num_key_heads * -(-layout.geometry.group_size // _HEADS_AT_ONCE),
+        layout.slab_chunks * layout.geometry.num_key_heads * -(-layout.geometry.group_size // _HEADS_AT_ONCE) + 1,
         _THREADS,
         (
             *(qkv.pointer, *qkv.strides),
             *(decay.pointer, *decay.strides),
             *(beta.pointer, *beta.strides),
-            *(first_part, first_part + layout.slab_offset),
+            *(first_part, first_part + layout.slab_offset(slab)),
             *(slab * layout.slab_chunks, layout.slab_chunks, layout.max_chunks),
             *(layout.geometry.num_key_heads, layout.geometry.group_size),
         ),
+        begins_early=slab
+        > 0,  # behind the walk over another slab; the plan, which comes before the first, lets none begin
     )

@@ -96,6 +96,7 @@ def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_p
         num_blocks(layout, inputs.recurrent_state.place),
         2 * tile_columns(layout),
         arguments(inputs, out, layout, first_part, slab),
+        begins_early=True,
     )
 
 
@@ -109,7 +110,7 @@ def arguments(
         *(qkv.pointer, *qkv.strides),
         *(state.pointer, state.strides[0]),
         *(out.pointer, *out.strides),
-        *(first_part, first_part + layout.slab_offset, carry_in, carry_out),
+        *(first_part, first_part + layout.slab_offset(slab), carry_in, carry_out),
         *(slab * layout.slab_chunks, layout.slab_chunks, layout.max_chunks, layout.rows_at_once),
         *(layout.geometry.num_key_heads, layout.geometry.group_size),
     )

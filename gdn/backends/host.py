@@ -137,14 +137,24 @@ def _probe(cxx: str, path: str) -> _Toolchain:
 
 def _compiler_command(cxx: str, path: str) -> tuple[str, ...]:
     if cxx.strip():
-        command = tuple(shlex.split(cxx))  # "ccache g++" is usual
-        if shutil.which(command[0], path=path) is None:
+        command = _words(cxx, path)
+        if not command or shutil.which(command[0], path=path) is None:
             raise DeviceError(f"no C++ compiler: CXX={cxx} is not on PATH")
         return command
     for name in _COMPILERS:
         if shutil.which(name, path=path) is not None:
             return (name,)
     raise DeviceError(f"no C++ compiler: set CXX, or put one of {', '.join(_COMPILERS)} on PATH")
+
+
+def _words(cxx: str, path: str) -> tuple[str, ...]:
+    """The words of a command line, none where its quotes do not close; a program whose path has blanks is one word."""
+    if shutil.which(cxx, path=path) is not None:
+        return (cxx,)
+    try:
+        return tuple(shlex.split(cxx))  # "ccache g++" is usual
+    except ValueError:
+        return ()
 
 
 def _supported_flags(command: tuple[str, ...]) -> tuple[str, ...]:

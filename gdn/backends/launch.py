@@ -63,12 +63,17 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A variant, its grid and block (both one-dimensional) and one integer per declared parameter."""
+    """A variant, its grid and block (both one-dimensional) and one integer per declared parameter.
+
+    begins_early: that the grid may begin before the one in front of it in the stream has ended, where a GPU can do so;
+    its kernel waits for that where it must (`kernels/grid_order.cuh`).
+    """
 
     variant: Variant
     num_blocks: int
     threads_per_block: int
     arguments: tuple[int, ...]
+    begins_early: bool = False
 
     def check(self) -> None:
         """Refuse what the hardware or the declared widths cannot carry."""

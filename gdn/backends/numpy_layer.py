@@ -67,10 +67,12 @@ def _move_window(batch: Conv1dBatch, slot: int, looked_back_on: Float32Array) ->
 
 def gated_delta_gates(inputs: GateInputs, decay: Argument, beta: Argument) -> None:
     """Decay and step size of a checked call, in float32."""
-    a, b, rate, bias = (argument.array.astype(np.float32) for argument in inputs.arguments)
+    a, b, log_rate, bias = (argument.array.astype(np.float32) for argument in inputs.arguments)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # infinities lead to the gates' limits
         step = a + bias
         softplus = np.where(step > 20, step, np.log1p(np.exp(step)))
-        decay.array[...] = np.exp(-(np.exp(rate) * softplus))
+        # Far below 0 softplus is an exponential too: there one factor may vanish and the other be infinite.
+        negative_log_decay = np.where(step < -20, np.exp(log_rate + step), np.exp(log_rate) * softplus)
+        decay.array[...] = np.exp(-negative_log_decay)
         sigmoid = 1 / (1 + np.exp(-b))
     beta.array[...] = 2 * sigmoid if inputs.allow_neg_eigval else sigmoid

@@ -29,11 +29,12 @@ struct Grid {
     unsigned long long order_seed;  // 0: threads take turns in plain order
 };
 
-enum Collective : unsigned { SYNCWARP, SHFL, SHFL_XOR, SHFL_DOWN, BALLOT, ANY, TOGETHER };
+enum Collective : unsigned { SYNCWARP, SHFL, SHFL_XOR, SHFL_DOWN, BALLOT, ANY, REDUCE_MAX, TOGETHER };
 
 inline const char* name_of(Collective collective) {
     constexpr const char* NAMES[] = {"__syncwarp",       "__shfl_sync",   "__shfl_xor_sync",
-                                     "__shfl_down_sync", "__ballot_sync", "__any_sync",  "a product or load of matrices"};
+                                     "__shfl_down_sync", "__ballot_sync", "__any_sync",
+                                     "__reduce_max_sync", "a product or load of matrices"};
     return NAMES[collective];
 }
 
@@ -233,8 +234,14 @@ GDN_BETWEEN_FIBERS bool try_finish_collective(Warp& warp, unsigned lane) {
     if ((differing & expected) != 0) return false;
     if (collective == BALLOT || collective == ANY) {
         unsigned votes = 0;
-        for (unsigned other = 0; other < WARP_LANES; ++other) votes |= warp.value[other] << other;
-        for (unsigned rest = expected; rest != 0; rest &= rest - 1) warp.result[first_lane(rest)] = votes & expected;
+        for (unsigned rest = expected; rest != 0; rest &= rest - 1)
+            votes |= warp.value[first_lane(rest)] << first_lane(rest);  // others may bring more than a bit elsewhere
+        for (unsigned rest = expected; rest != 0; rest &= rest - 1) warp.result[first_lane(rest)] = votes;
+    } else if (collective == REDUCE_MAX) {
+        unsigned largest = 0;
+        for (unsigned rest = expected; rest != 0; rest &= rest - 1)
+            if (warp.value[first_lane(rest)] > largest) largest = warp.value[first_lane(rest)];
+        for (unsigned rest = expected; rest != 0; rest &= rest - 1) warp.result[first_lane(rest)] = largest;
     } else if (collective == TOGETHER) {
         happens_after(&warp.operands);
         warp.act(warp.operands);
@@ -249,7 +256,8 @@ GDN_BETWEEN_FIBERS bool try_finish_collective(Warp& warp, unsigned lane) {
     return true;
 }
 
-// Meets the lanes named in `members`. Returns the value of lane `source`, or the votes, 0 or 1, of all lanes.
+// Meets the lanes named in `members`. Returns the value of lane `source`, the votes, 0 or 1, of all lanes, or their
+// largest value.
 __attribute__((noinline)) GDN_BETWEEN_FIBERS unsigned warp_collective(
     Collective collective, unsigned members, unsigned value, unsigned source) {
     Block& block = *here.block;

@@ -89,6 +89,10 @@ inline int __any_sync(unsigned int mask, int predicate) {
     return gdn_on_cpu::warp_collective(gdn_on_cpu::ANY, mask, predicate != 0, 0) != 0;
 }
 
+inline unsigned int __reduce_max_sync(unsigned int mask, unsigned int value) {
+    return gdn_on_cpu::warp_collective(gdn_on_cpu::REDUCE_MAX, mask, value, 0);
+}
+
 inline unsigned int atomicAdd(unsigned int* address, unsigned int value) {
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
@@ -148,6 +152,7 @@ inline float __uint_as_float(unsigned int bits) {
 }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(value)); }
 inline int __popc(unsigned int value) { return __builtin_popcount(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
 
 // ---- intrinsics.cuh ----
 

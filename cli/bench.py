@@ -24,7 +24,8 @@ from gdn.cli import report
 from gdn.cli.bench_document import as_document
 from gdn.cli.bench_results import show_head, show_results
 from gdn.cli.bench_run import BenchRun, load_baseline
-from gdn.cli.names import Counts, Name, Shares, heads_options
+from gdn.cli.files import require_writable
+from gdn.cli.names import Counts, Name, Shares, heads_options, suggestion
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.ring import MAX_RING_LEN
@@ -160,10 +161,10 @@ def bench(
     if shape["lazy"] and (regimes or case_names) and "decode" not in regimes:
         raise click.UsageError("--lazy is about decode, which is not among the regimes")
     for path in (save, plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise click.UsageError(f"no folder {path.resolve().parent} to write {path.name} to")
+        if path is not None:
+            require_writable(path)
     baseline = None if compare is None else load_baseline(compare)
-    draw = None if plot is None else _drawing()
+    draw = None if plot is None else _drawing(plot)
     backends, unavailable = select_backends(backend_names)
     machines = [_machine(backend) for backend in backends]
     on_gpu = "cuda" in backends
@@ -179,12 +180,14 @@ def bench(
     if any(case.regime == "step" and case.loop for case in cases):
         run.too_short = too_short_ring_lens(options, on_gpu=on_gpu)
     time_cases(run, machines, peers, quiet=as_json)
-    if save is not None:
-        report.save_json(save, as_document(run))
-    if as_json:
-        report.print_json(as_document(run))
-    else:
-        show_results(run)
+    try:
+        if save is not None:
+            report.save_json(save, as_document(run))
+    finally:  # what was found is shown even where it cannot be kept
+        if as_json:
+            report.print_json(as_document(run))
+        else:
+            show_results(run)
     if plot is not None and draw is not None:
         draw(run, plot)
     ctx.exit(run.exit_code)
@@ -265,14 +268,17 @@ def load_peers(names: Sequence[str], *, on_gpu: bool) -> tuple[tuple[Peer, ...],
     return tuple(peers), absent
 
 
-def _drawing() -> Any:
-    """The function that draws, found before anything is timed."""
+def _drawing(path: Path) -> Any:
+    """The function that draws, found before anything is timed. Raises UsageError where it cannot draw such a file."""
     try:
-        from gdn.cli.bench_plot import draw
+        from gdn.cli.bench_plot import draw, endings
     except ImportError as error:
         raise click.UsageError(
             f"--plot needs matplotlib, which cannot be imported ({error}): install gdn[plot]"
         ) from error
+    ending = path.suffix.removeprefix(".").lower()
+    if ending and ending not in endings():
+        raise click.UsageError(f"--plot writes no file that ends in .{ending}; {suggestion(ending, endings())}")
     return draw
 
 

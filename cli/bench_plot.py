@@ -22,6 +22,11 @@ _BY_TOKENS = ("prefill", "conv", "gates")
 _Points = list[tuple[Row, Timing]]
 
 
+def endings() -> list[str]:
+    """The endings of files that can be drawn."""
+    return sorted(Figure().canvas.get_supported_filetypes())
+
+
 def draw(run: BenchRun, path: Path) -> None:
     """Write the picture; its kind follows from the ending of `path`. A run that timed nothing leaves no picture."""
     panels = [(regime, points) for regime in REGIMES if (points := _of_regime(run, regime))]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import date
 
-from rich.text import Text
-
 import gdn
 from gdn.bench.measure import Row, Timing
 from gdn.cli import report
@@ -64,10 +62,11 @@ def show_results(run: BenchRun) -> None:
         report.print_indented(console, f"Python's part of one call with out given: {parts}", indent=0)
     for row in run.rows:
         if row.problem is not None:
-            verdict = ("FAILED", "bold red") if row.failed else ("not timed", "yellow")
-            console.print(Text.assemble(verdict, f" {row.case.regime} {row.case.call.name} {_types(row)} by {row.by}"))
+            verdict = ("FAILED ", "bold red") if row.failed else ("not timed ", "yellow")
+            what = f"{row.case.regime} {row.case.call.name} {_types(row)} by {row.by}"
+            report.print_indented(console, what, indent=0, verdict=verdict)
             report.print_indented(console, row.problem)
-    console.print(summary(run), style="bold green" if run.exit_code == 0 else "bold red")
+    report.print_verdict(console, summary(run), passed=run.exit_code == 0)
 
 
 def _table(run: BenchRun) -> Iterator[tuple[Column, list[str]]]:
@@ -85,7 +84,7 @@ def _table(run: BenchRun) -> Iterator[tuple[Column, list[str]]]:
         [f"{timing.us.p10_us:.1f}-{timing.us.p90_us:.1f}" for _, timing in timed],
     )
     yield Column("MB", right=True, min_width=96), [f"{row.num_bytes / 1e6:.2f}" for row, _ in timed]
-    yield Column("GB/s", right=True), [f"{timing.gb_per_s:.3g}" for _, timing in timed]
+    yield Column("GB/s", right=True, min_width=48), [f"{timing.gb_per_s:.3g}" for _, timing in timed]
     yield Column("% of", right=True), [_percent(row, timing) for row, timing in timed]
     if any(timing.tokens_per_s for _, timing in timed):
         yield Column("tokens/s", right=True, min_width=104), [_count(timing.tokens_per_s) for _, timing in timed]

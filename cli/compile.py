@@ -16,7 +16,9 @@ from gdn.backends import ahead
 from gdn.backends.launch import KERNEL_TYPE
 from gdn.cli import report
 from gdn.cli.compile_results import CompileRun, as_document, show_head, show_results
+from gdn.cli.files import require_writable
 from gdn.cli.names import Counts, Name, Names, heads_options
+from gdn.errors import GdnError
 from gdn.geometry import HeadGeometry
 from gdn.models import MODELS, model_geometry
 from gdn.variants import OPS, Layer
@@ -118,20 +120,22 @@ def compile(
     The table says what a thread of each kernel takes, and its block of shared memory. What is there already is not
     compiled again.
     """
-    if save is not None and not save.resolve().parent.is_dir():
-        raise click.UsageError(f"no folder {save.resolve().parent} to write {save.name} to")
+    if save is not None:
+        require_writable(save)
     chosen = ahead.choose_architectures([name for names in architectures for name in names])
     run = CompileRun(chosen, ahead.open_folder(out))
     run.add_uses(layers(**shape), tuple(dict.fromkeys(name for names in ops for name in names)) or tuple(OPS))
     if not as_json:
         show_head(run)
     compile_all(run, workers)
-    if save is not None:
-        report.save_json(save, as_document(run))
-    if as_json:
-        report.print_json(as_document(run))
-    else:
-        show_results(run)
+    try:
+        if save is not None:
+            report.save_json(save, as_document(run))
+    finally:  # what was found is shown even where it cannot be kept
+        if as_json:
+            report.print_json(as_document(run))
+        else:
+            show_results(run)
     ctx.exit(run.exit_code)
 
 
@@ -158,7 +162,7 @@ def layers(
 
 
 def compile_all(run: CompileRun, workers: int | None) -> None:
-    """Fill in what is compiled. After Ctrl-C the finished kernels stay."""
+    """Fill in what is compiled. After Ctrl-C, or a kernel that cannot be made or written, the finished ones stay."""
     start = time.perf_counter()
     try:
         with (
@@ -170,4 +174,6 @@ def compile_all(run: CompileRun, workers: int | None) -> None:
                 advance(f"{built.variant.kernel.stem} for {built.architecture}")
     except KeyboardInterrupt:
         run.interrupted = True
+    except GdnError as refusal:
+        run.error = str(refusal).partition("\n")[0]
     run.seconds = time.perf_counter() - start

@@ -21,7 +21,10 @@ _MOST_SHOWN = 2  # calls of a kernel, in the table
 
 @dataclass(slots=True)
 class CompileRun:
-    """What is compiled and what came of it so far. uses: types and calls of each variant, in words."""
+    """What is compiled and what came of it so far.
+
+    uses: types and calls of each variant, in words. error: what ended the run before all was compiled.
+    """
 
     architectures: Sequence[str]
     folder: Path
@@ -30,6 +33,7 @@ class CompileRun:
     built: list[Built] = field(default_factory=list)
     seconds: float = 0.0
     interrupted: bool = False
+    error: str | None = None
 
     def add_uses(self, layers: Sequence[Layer], ops: Sequence[str]) -> None:
         """Fill in what calls of these ops pick in these layers."""
@@ -65,7 +69,7 @@ class CompileRun:
     @property
     def exit_code(self) -> int:
         """0 for kernels that spill, too: they are right."""
-        return 130 if self.interrupted else 0
+        return 130 if self.interrupted else int(self.error is not None)
 
 
 # ---- Showing ----
@@ -89,18 +93,20 @@ def show_results(run: CompileRun) -> None:
         columns, cells = zip(*_table(run), strict=True)
         report.print_table(console, columns, list(zip(*cells, strict=True)))
         console.print()
-    console.print(summary(run), style="bold red" if run.interrupted else "bold green")
+    if run.error is not None:
+        report.print_indented(console, run.error, indent=0)
+    report.print_verdict(console, summary(run), passed=run.exit_code == 0)
 
 
 def _table(run: CompileRun) -> Iterator[tuple[Column, list[str]]]:
     """Each column with its cells, in order."""
     built = run.built
     yield Column("kernel"), [each.variant.kernel.stem for each in built]
-    yield Column("calls"), [_calls(run, each.variant) for each in built]
+    yield Column("calls", min_width=56), [_calls(run, each.variant) for each in built]
     yield Column("work/pool", min_width=88), [_types(run, each.variant) for each in built]
     yield Column("arch"), [each.architecture for each in built]
     yield Column("registers", right=True), [str(each.report.registers) for each in built]
-    yield Column("shared", right=True), [str(each.shared_bytes) for each in built]
+    yield Column("shared", right=True, min_width=48), [str(each.shared_bytes) for each in built]
     yield Column("stack", right=True, min_width=72), [str(each.report.stack_bytes) for each in built]
     yield Column("spills", right=True), [str(each.report.spill_bytes) for each in built]
 
@@ -117,8 +123,8 @@ def _types(run: CompileRun, variant: Variant) -> str:
 
 def summary(run: CompileRun) -> str:
     """One line: verdict, kernels, seconds, bytes, spills."""
-    verdict = "INTERRUPTED" if run.interrupted else "all right"
-    left_out = f" ({run.num_wanted - len(run.built)} not reached)" if run.interrupted else ""
+    verdict = {0: "all right", 1: "FAILED", 130: "INTERRUPTED"}[run.exit_code]
+    left_out = f" ({run.num_wanted - len(run.built)} not reached)" if run.exit_code else ""
     spills = {0: "none spills", 1: "1 spills registers"}.get(run.num_spilling, f"{run.num_spilling} spill registers")
     return (
         f"{verdict}: {_count(len(run.built), 'kernel')} of {report.size(run.num_bytes)} in {run.folder}{left_out}, "
@@ -138,7 +144,9 @@ def as_document(run: CompileRun) -> dict[str, Any]:
     return {
         "gdn": gdn.__version__,
         "nvrtc": nvrtc.version(),
+        "passed": run.exit_code == 0,
         "interrupted": run.interrupted,
+        "error": run.error,
         "folder": str(run.folder),
         "architectures": list(run.architectures),
         "layers": [asdict(layer) for layer in run.layers],

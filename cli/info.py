@@ -138,9 +138,11 @@ def _backends() -> dict[str, str]:
 
 def _caches() -> dict[str, dict[str, Any]]:
     # CuPy has no function that says where its cache is; this is what its documentation says.
-    cupy_cache = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
+    # Without a home "~" stays what it is, where pathlib would raise.
+    cupy_cache = Path(os.path.expanduser(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"))
+    ours = cache.directory()
     return {
-        "gdn": {"path": str(cache.directory()), "bytes": cache.size_bytes()},
+        "gdn": {"path": None if ours is None else str(ours), "bytes": cache.size_bytes()},
         "cupy": {"path": str(cupy_cache), "bytes": _size_bytes(cupy_cache)},
     }
 
@@ -179,7 +181,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, state in facts["backends"].items():
         yield f"backend {name}", state if state == "available" else f"not here: {state}"
     for name, title in (("gdn", "gdn cache"), ("cupy", "CuPy cache")):
-        yield title, f"{facts['caches'][name]['path']} ({report.size(facts['caches'][name]['bytes'])})"
+        path = facts["caches"][name]["path"] or "none, since there is no home folder; set GDN_CACHE_DIR"
+        yield title, f"{path} ({report.size(facts['caches'][name]['bytes'])})"
     for folder, num_kernels in facts["ready_kernels"].items():
         yield "ready kernels", f"{num_kernels} in {folder}"
     yield "head sizes", f"multiples of {limits['head_dim_multiple']} up to {limits['max_head_dim']}"

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import click
 
 import gdn
+from gdn.cli.files import discard
 from gdn.cli.names import suggestion
 
 #: Subcommands with their line in the help. Each is the function of its name in the module of its name, which is
@@ -29,6 +31,7 @@ _COMMANDS = {
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Refused(click.ClickException):
@@ -61,26 +64,35 @@ class _Commands(click.Group):
             ctx.fail(f"unknown command {name!r}; {suggestion(name, _COMMANDS)}")
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *args: Any, **keywords: Any) -> click.Context:
+        with _output_may_fail():  # --help and --version print here
+            return super().make_context(*args, **keywords)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _output_may_fail():
+                return super().invoke(ctx)
         except gdn.GdnError as error:
             raise _Refused(str(error).partition("\n")[0]) from error
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(_INTERRUPTED)
-        except BrokenPipeError:
-            _discard_output()
-            ctx.exit(_BROKEN_PIPE)
 
 
-def _discard_output() -> None:
-    """Nobody reads on: what Python still holds for a closed pipe must not become a message at its exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the other stream may be fine, or no file at all
-            if not stream.isatty():
-                os.dup2(nowhere, stream.fileno())
+@contextmanager
+def _output_may_fail() -> Iterator[None]:
+    """A pipe that nobody reads on ends a command quietly, a full disk behind a stream with one line."""
+    try:
+        yield
+    except BrokenPipeError:
+        discard(sys.stdout)
+        discard(sys.stderr)
+        raise click.exceptions.Exit(_BROKEN_PIPE) from None
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        discard(sys.stdout)
+        raise click.ClickException(f"cannot write the output: {error.strerror}") from error
 
 
 @click.group(cls=_Commands, name="gdn", context_settings={"help_option_names": ["-h", "--help"]})
@@ -89,7 +101,8 @@ def main() -> None:
     """Gated DeltaNet recurrence kernels for CuPy and NumPy: is what runs on this machine right?
 
     Exit codes: 0 all right, 1 a check failed, 2 usage, 130 after Ctrl-C or SIGTERM. Results go to standard output,
-    progress to standard error.
+    progress to standard error. With --json standard output is JSON, whatever was found and however far the run came;
+    it is empty where no run began.
     """
     context = click.get_current_context()
     if threading.current_thread() is threading.main_thread():  # others may not set signals

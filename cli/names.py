@@ -22,7 +22,8 @@ def joined(names: Sequence[str], last: str) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: those it resembles, else those there are."""
     known = list(known)
-    similar = get_close_matches(name, known)
+    spelt = {each.lower(): each for each in known}
+    similar = [spelt[match] for match in get_close_matches(name.lower(), spelt)]
     if similar:
         return f"did you mean {joined(similar, 'or')}?"
     if len(known) <= _MOST_SHOWN:

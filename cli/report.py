@@ -20,11 +20,13 @@ from typing import Any, TextIO
 
 import click
 from rich.box import SIMPLE_HEAD, Box
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from gdn.cli.files import discard, save_text
 
 #: Columns of a pipe or file. A reader such as grep wants one line a row, however long.
 _UNFOLDED = 1000
@@ -66,10 +68,7 @@ def print_json(document: Any) -> None:
 
 def save_json(path: Path, document: Any) -> None:
     """Write a document to a file as `print_json` prints it. Raises ClickException where that fails."""
-    try:
-        path.write_text(_json(document) + "\n", encoding="ascii")
-    except OSError as error:
-        raise click.ClickException(f"cannot write {path}: {error.strerror or error}") from error
+    save_text(path, _json(document) + "\n")
 
 
 def _json(document: Any) -> str:
@@ -108,7 +107,8 @@ class Column:
 def print_table(
     console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, head: bool = True
 ) -> None:
-    """Print the columns that suit the console's width. What is still too long is folded, never cut off."""
+    """Print the columns that suit the console's width. What is still too long is folded, never cut off; numbers, which
+    stand on the right, keep one line."""
     shown = [position for position, column in enumerate(columns) if column.min_width <= console.width]
     is_unicode = console.encoding.startswith("utf")
     table = Table(
@@ -121,15 +121,30 @@ def print_table(
     )
     for position in shown:
         column = columns[position]
-        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+        justify: JustifyMethod = "right" if column.right else "left"
+        table.add_column(column.title, justify=justify, overflow="fold", no_wrap=column.right)
     for row in rows:
-        table.add_row(*(row[position] for position in shown))
+        cells = (row[position] for position in shown)
+        table.add_row(*(_spelt_out(console, cell) if isinstance(cell, str) else cell for cell in cells))
     _print(console, table)
 
 
-def print_indented(console: Console, text: str, *, indent: int = 2) -> None:
-    """Print a paragraph whose lines, folded ones too, are indented."""
-    _print(console, Padding(Text(text, overflow="fold"), (0, 0, 0, indent), expand=False))
+def _spelt_out(console: Console, text: str) -> str:
+    """The text as the stream will show letters that its encoding lacks, so that it is folded by its true length."""
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+
+
+def print_indented(
+    console: Console, text: str, *, indent: int = 2, style: str = "", verdict: tuple[str, str] = ("", "")
+) -> None:
+    """Print a paragraph whose lines, folded ones too, are indented. verdict: what comes first, in its own style."""
+    shown = Text.assemble(verdict, (_spelt_out(console, text), style), overflow="fold")
+    _print(console, Padding(shown, (0, 0, 0, indent), expand=False))
+
+
+def print_verdict(console: Console, text: str, *, passed: bool) -> None:
+    """Print the last paragraph of a report."""
+    print_indented(console, text, indent=0, style="bold green" if passed else "bold red")
 
 
 def _print(console: Console, block: RenderableType) -> None:
@@ -178,6 +193,9 @@ def _lines(console: Console, what: str, total: int) -> Iterator[Callable[[str], 
         now = time.monotonic()
         if now - last_shown >= _SECONDS_BETWEEN_LINES:
             last_shown = now
-            console.print(f"{what}: {num_done} of {total} done in {now - start:.0f} s")
+            try:
+                console.print(f"{what}: {num_done} of {total} done in {now - start:.0f} s")
+            except OSError:  # a closed pipe or a full disk there must not end the work
+                discard(sys.stderr)
 
     yield advance

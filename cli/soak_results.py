@@ -79,12 +79,15 @@ class SoakRun:
 def show_head(run: SoakRun) -> None:
     """Print what is about to run."""
     case, heads = run.case, run.case.heads
-    report.output().print(
+    what = (
         f"gdn {gdn.__version__}: {run.num_steps} steps of {case.num_rows} rows in {case.num_layers} layers on "
         f"{run.backend}, {heads.num_key_heads},{heads.num_value_heads} heads of "
         f"{heads.key_head_dim},{heads.value_head_dim}, {case.work_dtype}, windows of up to {case.ring_len + 1} tokens, "
-        f"ring of {case.ring_len}\n"
+        f"ring of {case.ring_len}"
     )
+    console = report.output()
+    report.print_indented(console, what, indent=0)
+    console.print()
 
 
 def show_results(run: SoakRun) -> None:
@@ -96,14 +99,15 @@ def show_results(run: SoakRun) -> None:
         console.print()
     for grown in run.memory:
         verdict = "flat" if grown.passed else "GROWS"
-        console.print(f"{grown.kind} memory: {report.size(grown.warm)} warm, then {report.size(grown.most)}: {verdict}")
+        text = f"{grown.kind} memory: {report.size(grown.warm)} warm, then {report.size(grown.most)}: {verdict}"
+        report.print_indented(console, text, indent=0)
     if not run.memory:
-        console.print("memory: not judged, in a run of this few checkpoints")
+        report.print_indented(console, "memory: not judged, in a run of this few checkpoints", indent=0)
     for message in run.failures:
         report.print_indented(console, message, indent=0)
     if run.exit_code == 1:
         report.print_command(console, "reproduce:", run.reproduction)
-    console.print(_summary(run), style="bold green" if run.exit_code == 0 else "bold red")
+    report.print_verdict(console, _summary(run), passed=run.exit_code == 0)
 
 
 def _form_row(run: SoakRun, form: str) -> tuple[str | Text, ...]:

@@ -125,7 +125,8 @@ def _lengths(lengths: tuple[int, ...]) -> str:
 def show_backends(run: Run) -> None:
     """Print which backends are checked, and why others are not."""
     console = report.output()
-    console.print(f"gdn {gdn.__version__}: checking {joined(run.backends, 'and')} against the float64 oracle")
+    what = f"gdn {gdn.__version__}: checking {joined(run.backends, 'and')} against the float64 oracle"
+    report.print_indented(console, what, indent=0)
     for name, reason in run.unavailable.items():
         report.print_indented(console, f"{name} cannot run here: {reason}", indent=0)
     console.print()
@@ -138,12 +139,13 @@ def show_results(run: Run) -> None:
         report.print_table(console, _COLUMNS, [_row(result) for result in run.results])
         console.print()
     for result in run.failed:
-        console.print(Text.assemble(("FAILED", "bold red"), f" {result.case.name} on {result.backend}"))
+        verdict = ("FAILED ", "bold red")
+        report.print_indented(console, f"{result.case.name} on {result.backend}", indent=0, verdict=verdict)
         for line in _failure_lines(result):
             report.print_indented(console, line)
         report.print_command(console, "reproduce:", run.reproduction(result))
         console.print()
-    console.print(summary(run), style="bold green" if run.exit_code == 0 else "bold red")
+    report.print_verdict(console, summary(run), passed=run.exit_code == 0)
 
 
 def _row(result: CaseResult) -> tuple[str | Text, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import hypothesis
@@ -312,6 +314,38 @@ def new_verify() -> type[VerifyCall]:
 def new_fold() -> type[FoldCall]:
     """Makes fold calls."""
     return FoldCall
+
+
+@contextmanager
+def _full() -> Iterator[None]:
+    """In the block no entry of a cache fits on the disk: half of it is written, then the system refuses."""
+    whole = os.fdopen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdopen", lambda *arguments: _HalfWritten(whole(*arguments)))
+        yield
+
+
+@pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """`with full_disk():` no entry of a cache fits on the disk, as above."""
+    return _full
+
+
+class _HalfWritten:
+    """What `os.fdopen` gives then; the method of a real file cannot be replaced."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, content: bytes) -> int:
+        self._file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def __enter__(self) -> _HalfWritten:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._file.close()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from gdn.backends import host
 from gdn.backends import numpy as numpy_backend
 from gdn.bench import build as build_module
 from gdn.bench import check as check_module
+from gdn.bench import measure as measure_module
 from gdn.bench import oracle_check
 from gdn.bench.build import DoesNotFit, build_workload, plan_sets
 from gdn.bench.case_lists import build_cases, named_case, named_cases, partial_acceptance
@@ -421,6 +422,24 @@ def test_a_failed_check_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout.splitlines()[-1].startswith("1 FAILED, nothing was timed: 0 rows timed")
 
 
+def test_a_case_that_cannot_run_is_a_failed_row_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What took minutes before it is kept, whatever is raised, a broken driver's errors included."""
+    seen: list[Any] = []
+
+    def check(workload: Any) -> str:
+        seen.append(workload)
+        if len(seen) == 2:
+            raise MemoryError("no room\nin several lines")
+        return "not at all"
+
+    monkeypatch.setattr(measure_module, "check_workload", check)
+    result = bench("decode", "verify", "fold", *QUICK, "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["passed"]) == (1, False)
+    assert [row["problem"] for row in report["rows"]] == [None, "MemoryError: no room", None]
+    assert [row["us"] is None for row in report["rows"]] == [False, True, False]
+
+
 def test_states_must_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Field case 92: a state that a long timing blew up is no result."""
     workload = build_workload(cases("fold", cold=False)[0], CpuMachine("numpy"))
@@ -738,9 +757,13 @@ def test_a_picture(tmp_path: Path) -> None:
     result = bench("decode", "--lazy", "step", *TINY, "--warm", "--batch", "1,2", "--plot", str(picture))
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_timed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     result = bench("decode", *QUICK, "--plot", str(tmp_path / "bench.doc"))
-    assert result.exit_code == 1
-    assert "cannot write" in result.stderr
+    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert "--plot writes no file that ends in .doc; expected a name such as " in result.stderr
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

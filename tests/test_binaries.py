@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sys
@@ -17,6 +18,7 @@ import pytest
 from gdn.backends import binaries, cache, cuda, launch, nvrtc
 from gdn.backends.launch import Kernel, Variant
 from gdn.backends.nvrtc import Binary, CompileReport
+from gdn.errors import DeviceError, KernelCompileError
 
 VARIANT = Variant(Kernel("gated_delta_gates", ()), (("INPUT_TYPE", "float"), ("RATE_TYPE", "float")))
 STREAMED = Variant(VARIANT.kernel, (*VARIANT.macros, ("SHARED_BYTES", "70000")))
@@ -152,9 +154,14 @@ def test_a_generation_of_gpus() -> None:
 
 
 class FakeCupy:
-    """A CuPy with one GPU, that notes what it loads and compiles. refused: images that its driver does not take."""
+    """A CuPy with a GPU of each capability, that notes what it loads and compiles, and on which.
 
-    def __init__(self, capability: str) -> None:
+    refused: images that its driver does not take.
+    """
+
+    def __init__(self, *capabilities: str) -> None:
+        self.current: list[int] = []
+        self.used: list[int] = []
         self.loaded: list[bytes] = []
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self.refused: set[bytes] = set()
@@ -163,28 +170,29 @@ class FakeCupy:
         compiler = SimpleNamespace(CompileException=type("CompileException", (Exception,), {}))
         stream = SimpleNamespace(is_capturing=lambda: False)
         self.cuda = SimpleNamespace(
-            Device=self._device(capability), compiler=compiler, get_current_stream=lambda device: stream
+            Device=self._device(capabilities), compiler=compiler, get_current_stream=lambda device: stream
         )
 
-    @staticmethod
-    def _device(capability: str) -> Any:
-        class Device:
-            compute_capability = capability
+    def _device(self, capabilities: tuple[str, ...]) -> Any:
+        current = self.current
 
+        class Device:
             def __init__(self, device: int) -> None:
-                assert device == 0
+                self.id = device
+                self.compute_capability = capabilities[device]
 
             def __enter__(self) -> None:
-                pass
+                current.append(self.id)
 
             def __exit__(self, *reason: object) -> None:
-                pass
+                current.pop()
 
         return Device
 
     def RawModule(self, *, path: str = "", code: str = "", options: tuple[str, ...] = ()) -> SimpleNamespace:
         def get_function(stem: str) -> SimpleNamespace:
             assert stem == "gated_delta_gates"
+            self.used.append(self.current[-1])
             if path:
                 self.files.append(Path(path))
                 image = Path(path).read_bytes()
@@ -200,8 +208,8 @@ class FakeCupy:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
-    """In place of CuPy one with a GPU of compute capability 8.6."""
-    fake = FakeCupy("86")
+    """In place of CuPy one with GPUs of compute capability 8.6 and 9.0."""
+    fake = FakeCupy("86", "90")
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(cuda, "require_device", lambda device: None)
     monkeypatch.setattr(cuda, "_functions", {})
@@ -294,11 +302,69 @@ def test_without_a_place_for_cupy_s_cache_a_kernel_is_compiled(cupy: FakeCupy, m
     assert not any(path.exists() for path in cupy.files)
 
 
+def test_each_of_two_gpus_loads_its_own(cupy: FakeCupy, cache_folder: Path) -> None:
+    """Field case 80: what one has loaded is no use on the other, be it a binary or compiled there."""
+    binaries.write(cache_folder, VARIANT, "sm_86", binary(b"for 8.6"))
+    first = cuda.load(VARIANT, 0)
+    second = cuda.load(VARIANT, 1)
+    assert first is not second
+    assert (cupy.loaded, len(cupy.compiled), cupy.used) == ([b"for 8.6"], 1, [0, 1])
+    binaries.write(cache_folder, VARIANT, "sm_90", binary(b"for 9.0"))
+    cuda._functions.clear()
+    for device in (1, 0, 1, 0):
+        cuda.load(VARIANT, device)
+    assert (cupy.loaded[1:], len(cupy.compiled), cupy.used[2:]) == ([b"for 9.0", b"for 8.6"], 1, [1, 0])
+
+
+def test_without_room_for_any_image_one_line_says_what_to_do(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither CuPy's cache nor the temporary folder takes a file; with room the same call succeeds."""
+
+    def full(**keywords: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(nvrtc, "compile_binary", lambda *given: binary())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy, "RawModule", full)
+        patch.setattr(tempfile, "NamedTemporaryFile", full)
+        with pytest.raises(DeviceError) as caught:
+            cuda.load(VARIANT, 0)
+    expected = "a folder that takes the compiled kernel (make room, or set CUPY_CACHE_DIR or TMPDIR to another)"
+    refusal = f"gated_delta_gates: expected {expected}, got {tmp_path}: No space left on device"
+    assert str(caught.value) == refusal
+    cuda.load(VARIANT, 0)
+    assert len(cupy.compiled) == 1
+
+
+def test_a_kernel_that_does_not_compile_is_said_once(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CuPy's cache too, whose way round it goes through another compile."""
+
+    def raw_module(**keywords: Any) -> Any:
+        raise PermissionError("read-only file system")
+
+    def compile_binary(variant: Variant, architecture: str) -> Binary:
+        raise nvrtc.compile_error(variant, "kernel.cu(1): error: wrong")
+
+    monkeypatch.setattr(cupy, "RawModule", raw_module)
+    monkeypatch.setattr(nvrtc, "compile_binary", compile_binary)
+    with pytest.raises(KernelCompileError) as caught:
+        cuda.load(VARIANT, 0)
+    assert str(caught.value).count("expected a clean compile") == 1
+
+
 def test_a_folder_that_is_none_is_no_matter(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GDN_KERNEL_DIR", str(tmp_path / "missing"))
     cuda.load(VARIANT, 0)
     assert len(cupy.compiled) == 1
-    assert cache.directory().is_dir()
+
+
+def test_without_a_home_there_is_no_cache_to_look_in(
+    shipped: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "directory", lambda: None)
+    assert binaries.folders() == shipped
 
 
 # ---- One set of options ----

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from gdn.variants import Layer, uses
 ROOT = Path(gdn.__file__).parents[1]
 HEADS = ("--heads", "1,2", "--head-dims", "16,16")
 SMALL = (*HEADS, "--state-dtype", "float32", "--arch", "sm_90", "--ops", "gated_delta_state_fold,pending_windows")
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 LAYER = Layer(HeadGeometry(1, 2, 16, 16), ring_lens=(8,))
 
 
@@ -148,6 +151,43 @@ def test_without_a_folder_the_cache_is_used(tmp_path: Path) -> None:
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     (found, *_) = binaries.find(pending_windows.VARIANT, (8, 9))
     assert found == nvrtc.compile_binary(pending_windows.VARIANT, "sm_80")
+
+
+@needs_nvrtc
+def test_processes_that_start_together_share_a_folder(tmp_path: Path) -> None:
+    """Field case 81: all succeed, each file is whole, and no other is left."""
+    command = [sys.executable, "-m", "gdn", "compile", *HEADS, "--arch", "sm_90", "--ops", "pending_windows", "--json"]
+    start = [subprocess.Popen([*command, "--out", str(tmp_path / "out")], cwd=ROOT, **PIPES) for _ in range(3)]
+    files = set()
+    for process in start:
+        printed, errors = process.communicate(timeout=120)
+        assert (process.returncode, errors) == (0, "")
+        files |= {kernel["file"] for kernel in json.loads(printed)["kernels"]}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == list(files)
+    found = binaries.read(tmp_path / "out", pending_windows.VARIANT, "sm_90")
+    assert found == nvrtc.compile_binary(pending_windows.VARIANT, "sm_90")
+
+
+@needs_nvrtc
+def test_a_disk_that_fills_up_halfway_keeps_what_is_finished(
+    full_disk: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    """The report has it, on the terminal, as JSON and saved; the next run goes on from there."""
+    options = (*HEADS, "--state-dtype", "float32", "--arch", "sm_90", "--out", str(tmp_path / "out"))
+    (kernel,) = document(*options, "--ops", "pending_windows")["kernels"]
+    reason = f"out: expected a folder that can be written, got {tmp_path / 'out'}: No space left on device"
+    options = (*options, "--ops", "pending_windows,gated_delta_state_fold", "--save", str(tmp_path / "saved.json"))
+    with full_disk():
+        result = gdn_compile(*options, "--json")
+        lines = gdn_compile(*options).stdout.splitlines()
+    seen = json.loads(result.stdout)
+    assert (result.exit_code, seen["passed"], seen["error"]) == (1, False, reason)
+    assert [kernel["file"] for kernel in seen["kernels"]] == [kernel["file"]]
+    assert lines[-2] == reason
+    assert re.match(r"FAILED: 1 kernel of .* \(2 not reached\), 0 compiled in ", lines[-1])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [kernel["file"]]
+    assert json.loads((tmp_path / "saved.json").read_text(encoding="ascii"))["error"] == reason
+    assert document(*options)["num_compiled"] == 2
 
 
 def test_options_make_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -131,22 +132,134 @@ with gdn.use_backend(sys.argv[1]):
     child = os.fork()
     right = run() == before
     if child == 0:
-        os._exit(0 if right else 1)
-    print(right, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        sys.exit(0 if right else 1)  # with all that is registered for the end of a process
+    print(right, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(os.listdir(os.environ["TMPDIR"])))
 """
 
 
-def test_a_fork_after_the_import(cpu_backend: str) -> None:
-    """Field case 88: on the CPU both processes go on. (CUDA allows no use in a child of a process that used it.)"""
+def test_a_fork_after_the_import(cpu_backend: str, tmp_path: Path) -> None:
+    """Field case 88: on the CPU both processes go on. (CUDA allows no use in a child of a process that used it.)
+
+    Without a cache what was compiled lies in a folder of the parent, which outlives the child and not the parent.
+    """
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    where = {"GDN_CACHE_DIR": str(tmp_path / "file" / "cache"), "TMPDIR": str(tmp_path / "temporary")}
     done = subprocess.run(
         [sys.executable, "-c", FORK, cpu_backend],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **where},
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
-    assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr
+    num_folders = 1 if cpu_backend == "host" else 0
+    assert (done.returncode, done.stdout) == (0, f"True 0 {num_folders}\n"), done.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+FULL = """
+import sys, tempfile
+from pathlib import Path
+import numpy as np
+from gdn.backends import host
+from gdn.backends.launch import Kernel
+from gdn.errors import DeviceError
+
+folder = Path(sys.argv[1])
+kernel = Kernel("kernel", (("out", "pointer"),))
+
+def computed(number):
+    text = 'extern "C" __global__ void kernel(unsigned int* out) { out[0] = %d; }' % number
+    out = np.zeros(1, np.uint32)
+    host.build(kernel, text).launch(1, 1, (out.ctypes.data,))
+    return out[0]
+
+def files():
+    return [path.name for path in folder.rglob("*") if path.is_file()]
+
+filler = (folder / "filler").open("wb", buffering=0)
+try:
+    while True:
+        filler.write(bytes(4096))
+except OSError as error:
+    assert error.errno == 28, error
+print(computed(1), files())
+tempfile.tempdir = None  # the folder that was found instead is forgotten
+filler.truncate(filler.tell() - 12288)
+try:
+    computed(2)
+except DeviceError as error:
+    print(error)
+print(files())
+filler.truncate(0)
+print(computed(2), len(files()))
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Where there is another folder for temporary files, work goes on there, for this process alone. Where a file fits
+    but not the compiler's, one line says which folder and what to do; nothing is left, and with room the call succeeds.
+    """
+    if host.unavailable_reason() is not None:
+        pytest.skip("no host backend")
+    folder = tmp_path / "full disk"
+    folder.mkdir()
+    mount = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$0" -c "$2" "$1"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, sys.executable]
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare to mount a small disk")
+    done = subprocess.run(
+        [*command, str(folder), FULL],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GDN_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip(f"no small disk: {done.stderr.strip()}")
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = "kernel: expected room for the compiler's files (make some, or set TMPDIR to another folder), got "
+    assert done.stdout.splitlines() == [
+        "1 ['filler']",
+        f"{expected}{folder}: No space left on device",
+        "['filler']",
+        "2 2",
+    ]
+
+
+HOMELESS = """
+import json, sys
+from click.testing import CliRunner
+from gdn.cli.main import main
+for arguments in (["info", "--json"], ["compile", "--ops", "pending_windows", "--arch", "sm_90", "--out", sys.argv[1]]):
+    result = CliRunner().invoke(main, arguments)
+    print(json.dumps([result.exit_code, result.stdout, result.stderr]))
+"""
+
+
+def test_a_home_that_takes_no_folder(tmp_path: Path) -> None:
+    """Such as /nonexistent: CuPy cannot even be imported, and it is said what helps; the other backends run."""
+    pytest.importorskip("cupy")
+    kept = {name: value for name, value in os.environ.items() if name not in ("CUPY_CACHE_DIR", "XDG_CACHE_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS, str(tmp_path)],
+        env={**kept, "PYTHONPATH": str(ROOT), "HOME": os.devnull},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    info, refused = (json.loads(line) for line in done.stdout.splitlines())
+    backends = json.loads(info[1])["backends"]
+    assert backends["cuda"].startswith("CuPy finds no folder for its cache (")
+    assert backends["cuda"].endswith("; set CUPY_CACHE_DIR to one that can be written")
+    assert backends["numpy"] == "available"
+    assert (refused[0], refused[1]) == (2, "")
+    expected = "a folder for CuPy's cache (set CUPY_CACHE_DIR to one that can be written)"
+    assert refused[2].startswith(f"Error: NVRTC: expected {expected}, got ")
 
 
 def test_an_architecture_that_nvrtc_does_not_know() -> None:

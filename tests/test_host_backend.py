@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -754,6 +756,39 @@ def test_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mon
     assert reason.startswith("the C++ compiler does not work")
 
 
+def test_a_compiler_that_is_gone_since_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
+    gone = tmp_path / "c++"
+    gone.write_text(f'#!/bin/sh\nexec {" ".join(real)} "$@"\n')
+    gone.chmod(0o755)
+    monkeypatch.setenv("CXX", str(gone))
+    assert host.unavailable_reason() is None
+    gone.unlink()
+    with pytest.raises(DeviceError, match=r"^the C\+\+ compiler does not work: .* failed$") as caught:
+        compiled('extern "C" __global__ void kernel() {} // of a compiler that is gone')
+    assert str(gone) in str(caught.value)
+
+
+def test_a_compiler_that_the_system_ends_leaves_no_files(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that takes too much memory, which cannot clean up itself."""
+    real = host._compiler_command(os.environ.get("CXX", ""), os.environ["PATH"])
+    ended = tmp_path / "ended"
+    write_and_end = 'case "$*" in *kernel.so*) echo half > "$TMPDIR/half.s"; kill -KILL $$;; esac'
+    ended.write_text(f'#!/bin/sh\n{write_and_end}\nexec {" ".join(real)} "$@"\n')
+    ended.chmod(0o755)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("CXX", str(ended))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(KernelCompileError, match=r"^kernel does not compile for the CPU: .* ended by signal 9\n"):
+        compiled(TRIVIAL, "pointer")
+    assert files_below(folder) == []
+    assert not empty_cache.exists()
+
+
 @pytest.mark.parametrize("name", ["mein Übersetzer", "o'brien's c++", 'a "c++"'])
 def test_a_compiler_whose_path_is_no_word_of_a_shell(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -935,6 +970,146 @@ def test_cache_that_cannot_be_written_gives_way_to_a_folder_of_the_process(tmp_p
     assert num_entries == "1"
     assert Path(folder).parent == tmp_path
     assert not Path(folder).exists(), "it goes when the process ends"
+
+
+def files_below(*folders: Path) -> list[Path]:
+    return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, those of this process's private folder too."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(cache, "_private_directories", {})
+    return folder
+
+
+def test_a_disk_without_room_for_the_entry(
+    empty_cache: Path, empty_temporary_folder: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """One line names both folders and what to do, nothing half-written stays, and with room the call succeeds."""
+    with full_disk(), pytest.raises(DeviceError) as caught:
+        compiled(TRIVIAL, "pointer")
+    assert str(caught.value) == (
+        "kernel: expected a folder that takes the compiled kernel (make room, or set GDN_CACHE_DIR or TMPDIR to "
+        f"another), got {empty_cache}: No space left on device; {empty_temporary_folder}: No space left on device"
+    )
+    assert files_below(empty_cache, empty_temporary_folder) == []
+    compiled(TRIVIAL, "pointer")
+    assert len(files_below(empty_cache)) == 1
+    assert files_below(empty_temporary_folder) == []
+
+
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+from gdn.errors import DeviceError
+
+def build():
+    return host.build(Kernel("kernel", (("out", "pointer"),)), TRIVIAL)
+
+def below(*names):
+    return [str(path) for name in names for path in Path(os.environ[name]).rglob("*") if path.is_file()]
+
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for limit in (0, 16384):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        build()
+    except DeviceError as error:
+        print(error, below("TMPDIR", "GDN_CACHE_DIR"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+out = np.zeros(1, np.uint32)
+build().launch(1, 1, (out.ctypes.data,))
+print(out[0], len(below("GDN_CACHE_DIR")), below("TMPDIR"))
+"""
+
+
+def test_a_disk_without_room_for_the_compiler(empty_cache: Path, tmp_path: Path) -> None:
+    """By a limit on the size of files, which needs no rights: at first no file can be written, then none that is long.
+
+    What is refused leaves nothing, not even what a compiler leaves that the system ends; without the limit all is well.
+    """
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    process = in_another_process(LIMITED, TMPDIR=str(folder))
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    expected = "kernel: expected room for the compiler's files (make some, or set TMPDIR to another folder), got "
+    none, little, enough = output.splitlines()
+    assert none.startswith(f"{expected}No usable temporary directory found in ['{folder}', ")
+    assert little.startswith(f"{expected}{folder}: File ")
+    assert none.endswith("] []")
+    assert little.endswith(" []")
+    assert enough == "17 1 []"
+
+
+def test_a_cache_that_is_read_only_is_read(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image of a container: the second start compiles nothing."""
+    compiled(TRIVIAL, "pointer")
+    for path in (*files_below(empty_cache), empty_cache):
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    monkeypatch.setattr(host, "_compile", None)
+    monkeypatch.setattr(cache, "write", None)
+    compiled(TRIVIAL, "pointer")
+    empty_cache.chmod(0o700)
+
+
+def test_without_a_home_a_process_keeps_what_it_compiled(
+    empty_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user that the system does not know, in a container: no cache, and nothing below the current folder."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("GDN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(empty_temporary_folder)
+    assert (cache.directory(), cache.size_bytes(), cache.find("entry")) == (None, 0, None)
+    compiled(TRIVIAL, "pointer")
+    assert len(files_below(empty_temporary_folder)) == 1
+    monkeypatch.setattr(host, "_compile", None)
+    compiled(TRIVIAL, "pointer")
+
+
+def test_a_temporary_folder_that_was_cleaned_up_is_made_again(
+    empty_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Systems remove what lies there for days, while a server runs on."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    first = cache.store("entry", b"content")
+    shutil.rmtree(first.parent)
+    assert cache.find("entry") is None
+    again = cache.store("entry", b"content")
+    assert cache.find("entry") == again
+    assert again.parent.parent == empty_temporary_folder
+
+
+def test_two_versions_of_the_sources_share_a_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header alone differs: each version finds its own entry, whichever was there first."""
+    whole = launch.kernel_text
+    kernel = '#include "shared.cuh"\nextern "C" __global__ void kernel(unsigned int* out) { out[0] = VALUE; }'
+
+    def computed(version: int) -> int:
+        texts = {"kernel.cu": kernel, "shared.cuh": f"#define VALUE {version}\n"}
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "kernel_text", lambda name: texts.get(name) or whole(name))
+            patch.setattr(host, "_libraries", {})
+            launch.source.cache_clear()
+            out = np.zeros(1, np.uint32)
+            host.run(Launch(Variant(description("pointer"), ()), 1, 1, (out.ctypes.data,)))
+        launch.source.cache_clear()
+        return int(out[0])
+
+    assert [computed(version) for version in (1, 2)] == [1, 2]
+    assert len(files_below(empty_cache)) == 2
+    monkeypatch.setattr(host, "_compile", None)
+    assert [computed(version) for version in (1, 2, 1)] == [1, 2, 1]
 
 
 def test_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gdn.backends.binaries": ("gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
     "gdn.backends.early_launch": (),
     "gdn.backends.cuda": (
-        *("gdn.errors", "gdn.arrays", "gdn.backends.launch", "gdn.backends.nvrtc", "gdn.backends.binaries"),
-        "gdn.backends.early_launch",
+        *("gdn.errors", "gdn.arrays", "gdn.backends.cache", "gdn.backends.launch", "gdn.backends.nvrtc"),
+        *("gdn.backends.binaries", "gdn.backends.early_launch"),
     ),
     "gdn.backends.ahead": (
         *("gdn.errors", "gdn.backends.cache", "gdn.backends.launch"),

@@ -73,6 +73,8 @@ def _of_gpus(known: Sequence[str]) -> list[str]:
 def open_folder(out: Path | None) -> Path:
     """The folder `out`, or that of the cache, made where there is none. Raises GdnError where it cannot be written."""
     folder = out or cache.directory()
+    if folder is None:
+        raise GdnError(rejection("out", "a folder, or GDN_CACHE_DIR", "neither, and no home folder for a cache"))
     try:
         folder.mkdir(mode=0o777 if out else 0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

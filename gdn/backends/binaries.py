@@ -31,7 +31,8 @@ _FILE_MODE = 0o644
 def folders() -> tuple[Path, ...]:
     """Where kernels are looked for: the folders of `GDN_KERNEL_DIR`, then the cache."""
     shipped = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-    return (*(Path(folder).absolute() for folder in shipped if folder), cache.directory())
+    ours = cache.directory()
+    return (*(Path(folder).absolute() for folder in shipped if folder), *([ours] if ours else []))
 
 
 def file_name(variant: Variant, architecture: str) -> str:

@@ -23,10 +23,14 @@ _lock = Lock()
 _private_directories: dict[int, Path] = {}  # by process id, since a forked child must not share its parent's
 
 
-def directory() -> Path:
+class NoPlace(OSError):
+    """No folder takes an entry; says which were tried, and why each did not."""
+
+
+def directory() -> Path | None:
     """The folder of the entries: `GDN_CACHE_DIR`, else `$XDG_CACHE_HOME/gdn`, else `~/.cache/gdn`.
 
-    It need not exist, nor be writable: then entries go to a temporary folder of this process.
+    It need not exist, nor be writable: then entries go to a temporary folder of this process. None without a home.
     """
     chosen = os.environ.get("GDN_CACHE_DIR")
     if chosen:
@@ -35,14 +39,15 @@ def directory() -> Path:
     # The XDG specification has relative paths ignored.
     base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~"), ".cache")
     # Without a home, as some containers have it, "~" stays what it is; never load code from below the current folder.
-    return base / "gdn" if base.is_absolute() else _private_directory()
+    return base / "gdn" if base.is_absolute() else None
 
 
 def size_bytes() -> int:
     """Bytes of all entries in `directory()`."""
     total = 0
+    folder = directory()
     with suppress(OSError):
-        for entry in os.scandir(directory()):
+        for entry in os.scandir(folder) if folder else ():
             with suppress(OSError):  # another process may be replacing it
                 total += entry.stat().st_size
     return total
@@ -59,13 +64,21 @@ def find(name: str) -> Path | None:
 def store(name: str, content: bytes) -> Path:
     """Write the entry `name` and say where it lies.
 
-    Raises OSError where not even the temporary folder can be written.
+    Raises NoPlace where not even the temporary folder can be written.
     """
+    refusals = []
+    folder = directory()
+    if folder is not None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return write(folder / name, content)
+        except OSError as error:
+            refusals.append(f"{folder}: {error.strerror or error}")
     try:
-        directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-        return write(directory() / name, content)
-    except OSError:
         return write(_private_directory() / name, content)
+    except OSError as error:
+        refusals.append(refusal_of_temporary_folder(error))
+        raise NoPlace("; ".join(refusals)) from error
 
 
 def read(path: Path) -> bytes | None:
@@ -96,17 +109,26 @@ def write(path: Path, content: bytes, *, mode: int = 0o600) -> Path:
     return path
 
 
+def refusal_of_temporary_folder(error: OSError) -> str:
+    """Which temporary folder did not take a file, and why."""
+    try:
+        return f"{tempfile.gettempdir()}: {error.strerror or error}"
+    except OSError as none_is_usable:  # it names all that were tried
+        return none_is_usable.strerror or str(none_is_usable)
+
+
 def _private_directory() -> Path:
     """A folder of this process alone, removed when it ends."""
     pid = os.getpid()
     with _lock:
-        if pid not in _private_directories:
+        # What cleans temporary folders up may have removed it from under a process that runs for weeks.
+        if pid not in _private_directories or not _private_directories[pid].is_dir():
             path = Path(tempfile.mkdtemp(prefix="gdn-"))
             _private_directories[pid] = path
-            atexit.register(_remove_private_directory, pid)
+            atexit.register(_remove_private_directory, pid, path)
         return _private_directories[pid]
 
 
-def _remove_private_directory(pid: int) -> None:
+def _remove_private_directory(pid: int, path: Path) -> None:
     if pid == os.getpid():  # a forked child inherits the registration, not the folder
-        shutil.rmtree(_private_directories[pid], ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from gdn.arrays import is_capturing
 from gdn.backends import binaries, early_launch, nvrtc
+from gdn.backends import cache as entries
 from gdn.backends.early_launch import EarlyLaunch
 from gdn.backends.launch import Launch, Variant, source
 from gdn.errors import DeviceError, rejection
@@ -33,6 +34,8 @@ def unavailable_reason() -> str | None:
     """Why no kernel can run here, in one line; None where it can."""
     try:
         import cupy
+    except OSError as error:  # it makes the folder of its cache when it is imported
+        return f"CuPy finds no folder for its cache ({error}); set CUPY_CACHE_DIR to one that can be written"
     except Exception as error:  # a CuPy that is there but broken raises whatever broke it
         return f"CuPy cannot be imported ({error}); install gdn[cuda12] or gdn[cuda13]"
     if not cupy.is_available():
@@ -191,14 +194,26 @@ def _compile(variant: Variant, device: int) -> Any:
         ready = _load_ready(variant, device)
         if ready is not None:
             return ready
+        text = source(f"{variant.kernel.stem}.cu")
         try:
-            text = source(f"{variant.kernel.stem}.cu")
-            try:
-                return _function(cupy.RawModule(code=text, options=nvrtc.module_options(variant)), variant)
-            except OSError:  # CuPy's cache cannot be written, so do without
-                return _of_image(nvrtc.compile_binary(variant, _architecture(device)).image, variant)
-        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+            return _function(cupy.RawModule(code=text, options=nvrtc.module_options(variant)), variant)
+        except OSError:  # CuPy's cache cannot be written, so do without
+            return _without_cache(variant, device)
+        except (cupy.cuda.compiler.CompileException, RuntimeError) as error:
             raise nvrtc.compile_error(variant, str(error)) from error
+
+
+def _without_cache(variant: Variant, device: int) -> Any:
+    """The kernel compiled by NVRTC alone. Raises DeviceError where there is no room for its image either."""
+    image = nvrtc.compile_binary(variant, _architecture(device)).image
+    try:
+        return _of_image(image, variant)
+    except OSError as error:
+        expected = "a folder that takes the compiled kernel (make room, or set CUPY_CACHE_DIR or TMPDIR to another)"
+        refusal = entries.refusal_of_temporary_folder(error)
+        raise DeviceError(rejection(variant.kernel.stem, expected, refusal)) from error
+    except RuntimeError as error:
+        raise nvrtc.compile_error(variant, str(error)) from error
 
 
 def _load_ready(variant: Variant, device: int) -> Any | None:

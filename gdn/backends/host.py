@@ -25,7 +25,7 @@ from threading import Lock
 
 from gdn.backends import cache, launch
 from gdn.backends.launch import Kernel, Launch, Variant
-from gdn.errors import DeviceError, KernelCompileError
+from gdn.errors import DeviceError, GdnError, KernelCompileError, rejection
 
 _HEADER = "host/cuda_on_cpu.h"
 _COMPILERS = ("g++", "c++", "clang++")
@@ -58,6 +58,8 @@ _PLAIN_FLAGS = ("-O1",)
 _SANITIZER_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 _MESSAGE_BYTES = 512
 _MAX_OUTPUT_LINES = 60
+#: What compilers say, in English, where their files find no room; the last of a limit on the size of files.
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 
 #: How a parameter of each kind lies in its 8 bytes.
 _PACKING = {"pointer": "Q", "int64": "q"}
@@ -159,16 +161,30 @@ def _supported_flags(command: tuple[str, ...]) -> tuple[str, ...]:
     def accepts(flags: tuple[str, ...]) -> bool:
         # -Werror: Clang only warns of a flag that it does not know.
         arguments = [*command, *flags, "-Werror", "-fsyntax-only", "-x", "c++", os.devnull]
-        return subprocess.run(arguments, capture_output=True, check=False).returncode == 0
+        return _run(arguments).returncode == 0
 
     return tuple(flag for flags in _OPTIONAL_FLAGS if accepts(flags) for flag in flags)
 
 
 def _compiler_output(arguments: Sequence[str]) -> str:
-    result = subprocess.run(arguments, capture_output=True, check=False)
+    result = _run(arguments)
     if result.returncode != 0:
-        raise DeviceError(f"the C++ compiler does not work: {shlex.join(arguments)} failed")
+        raise _broken(arguments)
     return result.stdout.decode(errors="replace")
+
+
+def _run(
+    arguments: Sequence[str], text: bytes = b"", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run the compiler to its end. Raises DeviceError where it cannot even be started."""
+    try:
+        return subprocess.run(arguments, input=text, capture_output=True, check=False, env=environment)
+    except OSError as error:  # it was removed since, or is for another machine
+        raise _broken(arguments) from error
+
+
+def _broken(arguments: Sequence[str]) -> DeviceError:
+    return DeviceError(f"the C++ compiler does not work: {shlex.join(arguments)} failed")
 
 
 class Library:
@@ -294,8 +310,9 @@ def build(kernel: Kernel, text: str, defines: tuple[str, ...] = ()) -> Library:
         content = _compile(kernel.stem, command, whole_text)
         try:
             path = cache.store(name, content)
-        except OSError as error:
-            raise DeviceError(f"{kernel.stem}: no place for the compiled kernel: {error}") from error
+        except cache.NoPlace as error:
+            expected = "a folder that takes the compiled kernel (make room, or set GDN_CACHE_DIR or TMPDIR to another)"
+            raise DeviceError(rejection(kernel.stem, expected, error)) from error
     return Library(path, kernel)
 
 
@@ -319,23 +336,33 @@ def _require_sanitizer_runtime(sanitize: str) -> None:
 
 def _compile(stem: str, command: Sequence[str], text: str) -> bytes:
     """The bytes of the shared library that `command` makes of `text`."""
-    # LC_ALL: _compile_error knows English. LD_PRELOAD: a sanitizer's runtime would slow the compiler down.
-    environment = {**os.environ, "LC_ALL": "C", "LD_PRELOAD": ""}
-    with tempfile.TemporaryDirectory(prefix="gdn-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="gdn-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise _no_room(stem, cache.refusal_of_temporary_folder(error)) from error
+    with temporary as folder:
+        # LC_ALL: _compile_error knows English. LD_PRELOAD: a sanitizer's runtime would slow the compiler down.
+        # TMPDIR: what a compiler that is killed leaves goes with the folder.
+        environment = {**os.environ, "LC_ALL": "C", "LD_PRELOAD": "", "TMPDIR": folder}
         target = Path(folder, "kernel.so")
-        result = subprocess.run(
-            [*command, "-x", "c++", "-", "-o", os.fspath(target)],
-            input=text.encode(),
-            capture_output=True,
-            check=False,
-            env=environment,
-        )
+        result = _run([*command, "-x", "c++", "-", "-o", os.fspath(target)], text.encode(), environment)
         if result.returncode != 0:
-            raise _compile_error(stem, result.stderr.decode(errors="replace"))
+            output = result.stderr.decode(errors="replace")
+            if result.returncode < 0:
+                output += f"\nerror: the compiler was ended by signal {-result.returncode}"
+            raise _compile_error(stem, output.strip(), Path(folder).parent)
         return target.read_bytes()
 
 
-def _compile_error(stem: str, output: str) -> KernelCompileError:
+def _no_room(stem: str, got: str) -> DeviceError:
+    expected = "room for the compiler's files (make some, or set TMPDIR to another folder)"
+    return DeviceError(rejection(stem, expected, got))
+
+
+def _compile_error(stem: str, output: str, folder: Path) -> GdnError:
+    reason = next((reason for reason in _NO_ROOM if reason in output), None)
+    if reason is not None:
+        return _no_room(stem, f"{folder}: {reason}")
     lines = output.splitlines()
     first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
     shown = lines[:_MAX_OUTPUT_LINES]

@@ -50,6 +50,9 @@ def version() -> str:
         from cupy.cuda import nvrtc
 
         return "{}.{}".format(*nvrtc.getVersion())
+    except OSError as error:  # it makes the folder of its cache when it is imported
+        expected = "a folder for CuPy's cache (set CUPY_CACHE_DIR to one that can be written)"
+        raise DeviceError(rejection("NVRTC", expected, error)) from error
     except Exception as error:  # a CuPy that is there but broken raises whatever broke it
         expected = "CuPy with NVRTC to compile kernels (install gdn[cuda12] or gdn[cuda13])"
         raise DeviceError(rejection("NVRTC", expected, error)) from error

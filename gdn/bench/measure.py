@@ -104,20 +104,21 @@ def measure(
     with_overhead: bool = False,
     peers: tuple[Peer, ...] = (),
 ) -> Measurement:
-    """Check and time a case; a case that fails its check is not timed, by nobody."""
+    """Check and time a case; one that fails its check, or that cannot run, is not timed, by nobody."""
     with on_backend(machine.backend):
         try:
             workload = _built(case, machine)
-        except DoesNotFit as refusal:
-            return Measurement((_untimed(case, machine.backend, str(refusal)),), {})
-        try:
             checked = check_workload(workload)
             timing = _timed(workload, ceilings, repeats)
             check_finite(workload)
+            overhead = _overhead(workload) if with_overhead else {}
+        except DoesNotFit as refusal:
+            return Measurement((_untimed(case, machine.backend, str(refusal)),), {})
         except CheckFailed as failure:
             return Measurement((_untimed(case, machine.backend, str(failure), failed=True),), {})
+        except Exception as error:  # whatever it was, a case that cannot run has failed, and must not end the others
+            return Measurement((_untimed(case, machine.backend, _in_words(error), failed=True),), {})
         ours = _row(workload, machine.backend, checked, timing)
-        overhead = _overhead(workload) if with_overhead else {}
     if isinstance(workload, LayerWorkload) or case.loop is not None:
         return Measurement((ours,), overhead)  # other packages are timed beside single calls of the recurrence
     theirs = tuple(_peer_row(peer, workload, ceilings, repeats) for peer in peers)
@@ -176,6 +177,10 @@ def _untimed(case: BenchCase, by: str, problem: str, *, failed: bool = False) ->
     return Row(case, by, case_bytes(case), case.cold, 0, "", None, problem, failed)
 
 
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def _overhead(workload: Workload | LayerWorkload) -> dict[str, Overhead]:
     """Python's part of one call of each op of the regime, where it can be told apart."""
     regime, machine = workload.case.regime, workload.machine
@@ -196,5 +201,5 @@ def _peer_row(peer: Peer, workload: Workload, ceilings: Ceilings, repeats: int) 
     except PeerRefused as refusal:
         return _untimed(case, peer.name, str(refusal))
     except Exception as error:  # another package may fail in any way, and must not end the run
-        return _untimed(case, peer.name, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return _untimed(case, peer.name, _in_words(error))
     return replace(_row(workload, peer.name, checked, timing_of(case, us, parts, ceilings)), case=case)

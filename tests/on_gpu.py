@@ -1,10 +1,11 @@
 """Run what a GPU must show, save the full output, and end with one line per part.
 
     python tests/on_gpu.py --save results            # every part
-    python tests/on_gpu.py --part verify --part pytest --save results
+    python tests/on_gpu.py --part verify --part pytest --workers 8 --save results
 
-Parts: `pytest` (the tests marked gpu), `verify` (the sweep on the cuda backend, as JSON), `bench`, `soak` (a million
-steps of a decode loop), and `memcheck`, `racecheck`, `initcheck` and `synccheck` (compute-sanitizer over the named
+Parts: `pytest` (the tests marked gpu; compiling is most of it, which --workers share), `verify` (the sweep on the cuda
+backend, as JSON), `bench`, `chunked` (the same of prefill by chunks), `soak` (a million steps of a decode loop), and
+`memcheck`, `racecheck`, `initcheck` and `synccheck` (compute-sanitizer over the named
 cases). Exits 1 when a part fails.
 """
 
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,9 +41,11 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
-def run_pytest(folder: Path) -> tuple[bool, str]:
+def run_pytest(folder: Path, workers: int = 0) -> tuple[bool, str]:
     """The tests marked gpu."""
-    status, output = run([sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"], folder / "pytest.log")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-n", str(workers), "--dist", "worksteal"] if workers else []
+    status, output = run(command, folder / "pytest.log")
     return status == 0, last_line(output)
 
 
@@ -67,6 +71,14 @@ def run_bench(folder: Path) -> tuple[bool, str]:
     return status == 0, last_line(output)
 
 
+def run_chunked(folder: Path) -> tuple[bool, str]:
+    """The benchmark of prefill by chunks on the cuda backend."""
+    command = [sys.executable, "-m", "gdn", "bench", "prefill", "--algorithm", "chunked", "--backend", "cuda"]
+    command += ["--model", "qwen3-next-80b-a3b", "--state-dtype", "float32", "--save", str(folder / "chunked.json")]
+    status, output = run(command, folder / "chunked.log")
+    return status == 0, last_line(output)
+
+
 def run_soak(folder: Path) -> tuple[bool, str]:
     """A million steps of a decode loop."""
     status, output = run([sys.executable, "-m", "gdn", "soak", "--backend", "cuda"], folder / "soak.log")
@@ -82,16 +94,17 @@ def run_sanitizer(tool: str, folder: Path) -> tuple[bool, str]:
     return status == 0 and bool(summary), summary[-1] if summary else last_line(output)
 
 
-def parts() -> dict[str, Callable[[Path], tuple[bool, str]]]:
+def parts(workers: int = 0) -> dict[str, Callable[[Path], tuple[bool, str]]]:
     """What can be run, by name."""
     table: dict[str, Callable[[Path], tuple[bool, str]]] = {
-        "pytest": run_pytest,
+        "pytest": partial(run_pytest, workers=workers),
         "verify": run_verify,
         "bench": run_bench,
+        "chunked": run_chunked,
         "soak": run_soak,
     }
     for tool in SANITIZERS:
-        table[tool] = lambda folder, tool=tool: run_sanitizer(tool, folder)  # type: ignore[misc]  # bound per tool
+        table[tool] = partial(run_sanitizer, tool)
     return table
 
 
@@ -99,6 +112,7 @@ def main() -> int:
     """Run the parts asked for and print the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=tuple(parts()), help="repeatable; all when not given")
+    parser.add_argument("--workers", type=int, default=0, help="processes that share the tests; needs pytest-xdist")
     parser.add_argument("--save", type=Path, default=ROOT / "build" / "on_gpu", help="folder for logs and JSON")
     arguments = parser.parse_args()
     folder = arguments.save.resolve()
@@ -106,7 +120,7 @@ def main() -> int:
     rows = []
     for name in arguments.part or parts():
         start = time.monotonic()
-        passed, text = parts()[name](folder)
+        passed, text = parts(arguments.workers)[name](folder)
         rows.append((name, passed, time.monotonic() - start, text))
         print(f"{name} done", file=sys.stderr, flush=True)
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

@@ -6,10 +6,8 @@ from datetime import date
 from typing import Any
 
 import gdn
-from gdn.bench.cases import LAYER_REGIMES
 from gdn.bench.measure import Row
 from gdn.cli.bench_run import BenchRun
-from gdn.testing.ring_cases import RingCase
 
 
 def as_document(run: BenchRun) -> dict[str, Any]:
@@ -37,7 +35,6 @@ def as_document(run: BenchRun) -> dict[str, Any]:
 
 def _row_document(run: BenchRun, row: Row) -> dict[str, Any]:
     heads, call, timing, speedup = row.case.heads, row.case.call, row.timing, run.speedup(row)
-    has_states = row.case.regime not in LAYER_REGIMES
     return {
         "key": row.key,
         "by": row.by,
@@ -47,7 +44,7 @@ def _row_document(run: BenchRun, row: Row) -> dict[str, Any]:
         "heads": [heads.num_key_heads, heads.num_value_heads],
         "head_dims": [heads.key_head_dim, heads.value_head_dim],
         "batch": row.case.batch_size,
-        "ring_len": call.ring_len if isinstance(call, RingCase) and has_states else None,
+        "ring_len": row.case.ring_len,
         "num_pending": None if row.case.loop else row.case.pending,
         "form": row.case.form,
         "accept": row.case.loop and row.case.loop.accept,

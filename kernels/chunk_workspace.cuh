@@ -18,7 +18,8 @@ static_assert(CHUNK_LEN == 64 || CHUNK_LEN == 32, "CHUNK_LEN");
 static_assert(OPERANDS == 1 || OPERANDS == 2, "OPERAND_TERMS");
 
 // Of a chunk and a value head. With G_i the sum of the logarithms of the decays of the chunk's tokens up to i, r_i what is
-// left of the normalised key when a power of two is taken out of the raw one:
+// left of the normalised key when a power of two is taken out of the raw one, readout_power what was taken out of solver and
+// scores together:
 struct ChunkScalars {
     float decayed[CHUNK_LEN];      // exp(G_i) / 2^readout_power
     float decayed_key[CHUNK_LEN];  // -exp(G_i) r_i
@@ -26,11 +27,10 @@ struct ChunkScalars {
     float update[CHUNK_LEN];       // exp(G_last - G_i) r_i 2^solve_power
     float decay;                   // exp(G_last)
     int update_power;              // of the largest entry of `update`
-    int readout_power;             // that was taken out of solver and scores together
     int num_good;                  // tokens before the first that holds what is not finite; CHUNK_LEN if there is none
     float first_decay;             // exp(G_0): the most that the chunk sees of the state before it
     int is_plain;                  // whether num_good, first_decay and update_power are as they are nearly always
-    static constexpr int NUM_UNUSED = 10;
+    static constexpr int NUM_UNUSED = 11;
     int unused[NUM_UNUSED];
 
     // A walk that has one unit for the state and for values can do so unless updates are smaller than this, or the chunk

@@ -318,7 +318,6 @@ __device__ __forceinline__ void make_gates(const TokenNorms& norms, Gates& gates
         scalars.decay = last_zero < 0 ? power_of_two(total) : 0.0f;
         const float first_decay = zeros[0] < 0 ? power_of_two(sums[0]) : 0.0f;
         scalars.update_power = update_power + solve_power;
-        scalars.readout_power = score_power + solve_power;
         scalars.num_good = num_good;
         scalars.first_decay = first_decay;
         scalars.is_plain = num_good == CHUNK_LEN && first_decay >= ChunkScalars::LEAST_DECAY &&

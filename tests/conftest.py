@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -50,6 +53,56 @@ def _skip_where_missing(backend: str) -> None:
     reason = gdn.unavailable_backends().get(backend)
     if reason is not None:
         pytest.skip(f"{backend} backend: {reason}")
+
+
+#: GCC's library of each sanitizer, the one to preload first.
+_SANITIZER_RUNTIMES = {
+    "address,undefined": ("libasan.so", "libubsan.so"),
+    "thread": ("libtsan.so",),
+}
+
+
+@pytest.fixture
+def run_sanitized() -> Callable[..., tuple[int, str]]:
+    """Runs a Python under a sanitizer: `run_sanitized("thread", "-c", "print()")` is its exit status and output.
+
+    Skips where the compiler has no such sanitizer. ThreadSanitizer's exit status is 66.
+    """
+    _skip_where_missing("host")
+
+    def run(sanitize: str, *arguments: str) -> tuple[int, str]:
+        runtimes = [_sanitizer_runtime(name) for name in _SANITIZER_RUNTIMES[sanitize]]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(gdn.__file__).parents[1]),
+            "PYTHONMALLOC": "malloc",
+            "LD_PRELOAD": runtimes[0],
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python frees little at its end
+            "TSAN_OPTIONS": "exitcode=66",
+        }
+        done = subprocess.run(
+            [sys.executable, "-W", "error", *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    return run
+
+
+def _sanitizer_runtime(name: str) -> str:
+    """Where the compiler has a sanitizer's library."""
+    if "clang" in host.compiler_version():
+        pytest.skip("the sanitizers are GCC's")
+    asked = (host._toolchain().command[0], f"-print-file-name={name}")
+    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"the compiler brings no {name}")
+    return found
 
 
 @pytest.fixture(params=BACKENDS)

@@ -709,6 +709,26 @@ def test_save_and_compare(tmp_path: Path) -> None:
     assert bench("decode", *QUICK, "--compare", str(saved)).exit_code == 0
 
 
+@pytest.mark.parametrize("regime", ["verify", "fold", "fused", "step"])
+def test_rows_of_another_ring_length_are_not_compared(regime: str, tmp_path: Path) -> None:
+    """Records lie further apart in a longer ring: its times are not those of a short one."""
+    quick, saved = (*QUICK, "--window", "2", "--accept", "1"), tmp_path / "before.json"
+    arguments = quick if regime == "step" else quick[:-2]
+    assert bench(regime, *arguments, "--ring-len", "4", "--save", str(saved)).exit_code == 0
+    again, other = (
+        document(regime, *arguments, "--ring-len", ring_len, "--compare", str(saved))["rows"][0]
+        for ring_len in ("4", "8")
+    )
+    assert (again["ring_len"], other["ring_len"]) == (4, 8)
+    assert again["ratio"] is not None
+    assert other["ratio"] is None
+
+
+def test_the_ring_beside_a_convolution_does_not_tell_its_rows_apart() -> None:
+    keys = {document("conv", *QUICK, "--ring-len", ring_len)["rows"][1]["key"] for ring_len in ("4", "8")}
+    assert len(keys) == 1
+
+
 def test_nothing_to_compare_with_is_a_failure_only_with_a_limit(tmp_path: Path) -> None:
     saved = tmp_path / "before.json"
     bench("decode", *QUICK, "--save", str(saved))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-import gdn
 from gdn import ops, oracle
-from gdn.backends import host
 from gdn.geometry import HeadGeometry
 from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.cases import RecurrenceCase, build_arrays
@@ -25,7 +19,6 @@ from gdn.testing.watched import run_watched
 if TYPE_CHECKING:
     from tests.conftest import Call, VerifyCall
 
-ROOT = Path(gdn.__file__).parents[1]
 ONE_BEFORE_ONE_BEHIND = Layouts("unaligned", "unaligned", "unaligned", "every_other", "unaligned")
 EDGE_LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
@@ -291,50 +284,3 @@ def test_canaries_around_windows_and_records(
         close(written["out"], plain["out"], tolerance, "readout"),
         close(folded["recurrent_state"], plain["recurrent_state"], tolerance, "state"),
     )
-
-
-SANITIZED = f"""
-import numpy as np
-from gdn.backends import host
-from gdn.geometry import HeadGeometry
-from gdn.testing.cases import RecurrenceCase, build_arrays
-from gdn.testing.execute import on_backend
-from gdn import ops
-
-def run(lengths, **keywords):
-    arrays = build_arrays(RecurrenceCase("edge", HeadGeometry(1, 2, 16, 32), lengths, **keywords))
-    six = [array.copy() for array in arrays.as_tuple()]
-    ops.gated_delta_recurrence_fwd(*six)
-
-with host.options(sanitize=SANITIZE), on_backend("host"):
-    for length in {EDGE_LENGTHS}:
-        run((length,), spare_slots=0)
-        run((0, length, 1), leading_rows=1, trailing_rows=2, spare_slots=0)
-print("finished")
-"""
-
-
-@pytest.mark.skipif(host.unavailable_reason() is not None, reason=f"host backend: {host.unavailable_reason()}")
-@pytest.mark.parametrize(("sanitize", "runtime"), [("address,undefined", "libasan.so"), ("thread", "libtsan.so")])
-def test_sanitizers_find_nothing(sanitize: str, runtime: str) -> None:
-    """Field cases 60, 69: no access beside an exact-size array, and no two threads at one place without a barrier."""
-    compiler = host._toolchain().command[0]
-    found = subprocess.run([compiler, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True).stdout
-    if not os.path.isabs(found.strip()):
-        pytest.skip(f"the compiler brings no {runtime}")
-    process = subprocess.run(
-        [sys.executable, "-c", f"SANITIZE = {sanitize!r}\n{SANITIZED}"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONMALLOC": "malloc",
-            "LD_PRELOAD": found.strip(),
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "TSAN_OPTIONS": "exitcode=66",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (process.returncode, process.stdout) == (0, "finished\n"), process.stderr

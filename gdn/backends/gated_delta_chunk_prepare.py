@@ -32,12 +32,13 @@ _HEADS_AT_ONCE = 2  # value heads of a block
 
 
 def shared_bytes(layout: ChunkLayout) -> int:
-    """Shared memory of a block, as the kernel lays it out: its `Shared`, of two value heads at once."""
+    """Shared memory of a block, as the kernel lays it out: its `Shared`."""
     chunk_len, blocks = layout.chunk_len, layout.chunk_len // 16
-    tiles = max(layout.key_image_bytes, 2 * layout.matrices_bytes)
-    triangle = blocks * (blocks + 1) * 512
-    gates = 4 * 4 * chunk_len + 8
-    return -(-(tiles + 2 * (triangle + gates) + 2 * 4 * chunk_len) // 16) * 16
+    tiles = max(layout.key_image_bytes, _HEADS_AT_ONCE * layout.matrices_bytes)
+    triangle = blocks * (blocks + 1) * 512  # two terms of half a square of 16 x 16 blocks, with its diagonal
+    gates = 4 * 4 * chunk_len + 2 * 4  # four numbers of each token, two powers
+    norms = 2 * 4 * chunk_len
+    return -(-(tiles + _HEADS_AT_ONCE * (triangle + gates) + norms) // 16) * 16
 
 
 def variant(inputs: RecurrenceInputs, layout: ChunkLayout) -> Variant:

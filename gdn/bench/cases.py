@@ -113,6 +113,11 @@ class BenchCase:
         return tuple(before + count for count in self.call.num_accepted)
 
     @property
+    def ring_len(self) -> int | None:
+        """RING_LEN of the call's ring, None where it has no ring."""
+        return self.call.ring_len if isinstance(self.call, RingCase) and self.regime not in LAYER_REGIMES else None
+
+    @property
     def ring_call(self) -> RingCase:
         """The call of the regimes that have a ring: verify, fold, fused, lazy and step."""
         if not isinstance(self.call, RingCase):

@@ -76,7 +76,8 @@ class Row:
         counts = f"{heads.num_key_heads},{heads.num_value_heads}x{heads.key_head_dim},{heads.value_head_dim}"
         temperature = "cold" if self.is_cold else "warm"
         regime = f"{self.case.regime} {self.case.algorithm}" if self.case.is_chunked else self.case.regime
-        return " | ".join((self.by, regime, call.name, counts, call.types(), self.case.slots, temperature))
+        name = call.name if self.case.ring_len is None else f"{call.name} in a ring of {self.case.ring_len}"
+        return " | ".join((self.by, regime, name, counts, call.types(), self.case.slots, temperature))
 
 
 @dataclass(frozen=True, slots=True)

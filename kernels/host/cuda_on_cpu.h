@@ -170,10 +170,14 @@ inline void load_if(bool is_wanted, const unsigned int* address, unsigned int& v
     if (is_wanted) value = *address;
 }
 
+// Between two strips that AddressSanitizer guards, as it does not by itself in thread_local memory.
 template <int BYTES>
 unsigned char* launch_shared_memory() {
-    alignas(16) static thread_local unsigned char memory[BYTES];
-    return memory;
+    constexpr int GUARD_BYTES = 256;
+    alignas(16) static thread_local unsigned char memory[GUARD_BYTES + BYTES + GUARD_BYTES];
+    gdn_on_cpu::forbid_access(memory, GUARD_BYTES);
+    gdn_on_cpu::forbid_access(memory + GUARD_BYTES + BYTES, GUARD_BYTES);
+    return memory + GUARD_BYTES;
 }
 
 template <int SHARED_OFFSET, int GLOBAL_OFFSET>

@@ -91,6 +91,7 @@ inline SharedMemory find_shared_memory() {
 // library has this memory to itself; linked into a static executable it would share it with the C library.)
 inline void poison(const SharedMemory& memory) {
     const Here kept = here;
+    allow_access(memory.begin, memory.num_bytes);
     memset(memory.begin, 0xff, memory.num_bytes);
     here = kept;
 }
@@ -134,6 +135,7 @@ void run_blocks(Launch& launch, Function after_block) {
         if (block->error[0] != '\0') fail(launch, block->error);
         after_block();
     }
+    allow_access(shared.begin, shared.num_bytes);  // whoever has this memory next may use all of it
     put_back(block);
 }
 

@@ -116,7 +116,11 @@ class BoundCall:
         if checked.place != arrays.CPU:
             cuda.require_device(arrays.device_index(checked.place))
         self._ready = checked.ready()
-        self._run = _runner(checked, self._ready)
+        self._on_gpu: tuple[cuda.ReadyLaunch, ...] = ()
+        if checked.place != arrays.CPU and not self._ready.idle:
+            device = arrays.device_index(checked.place)
+            self._on_gpu = tuple([cuda.ReadyLaunch(launch, device) for launch in self._ready.launches()])
+        self._run = _runner(checked, self._ready, self._on_gpu)
         self._result = self._ready.result
         self._place, self._check_values = checked.place, checked.check_values
 
@@ -138,19 +142,19 @@ class BoundCall:
         self.compile_for_cpu()
 
     def keep_plan(self, kind: Hashable, given: Sequence[Any]) -> None:
-        """Make a plan of this call, which is of this kind and was given these arrays, if it is one launch."""
+        """Make a plan of this call on a GPU, which is of this kind and was given these arrays."""
         arguments = self._ready.arguments
         makes_a_readout = any(
             value is None and argument is not None for value, argument in zip(given, arguments, strict=True)
         )
-        if isinstance(self._run, cuda.ReadyLaunch) and not makes_a_readout:
-            plans.keep(kind, self._run, arguments, self._ready.written)
+        if self._on_gpu and not makes_a_readout:
+            plans.keep(kind, self._on_gpu, arguments, self._ready.written)
 
 
-def _runner(checked: Checked, ready: Ready) -> Callable[[], None]:
+def _runner(checked: Checked, ready: Ready, on_gpu: Sequence[cuda.ReadyLaunch]) -> Callable[[], None]:
     """What runs the call where its arrays are; for NumPy arrays on the backend that is chosen here and now."""
     if checked.place != arrays.CPU:
-        return _nothing if ready.idle else _on_gpu(ready.launches(), arrays.device_index(checked.place))
+        return on_gpu[0] if len(on_gpu) == 1 else partial(_run_all, on_gpu)
     if ready.idle:
         compute: Callable[[], None] = _nothing
     elif backend_for_numpy_arrays() == "host":
@@ -163,12 +167,6 @@ def _runner(checked: Checked, ready: Ready) -> Callable[[], None]:
         compute()
 
     return check_and_compute
-
-
-def _on_gpu(launches: Sequence[Launch], device: int) -> Callable[[], None]:
-    """What enqueues these launches, all of them checked and compiled."""
-    ready = tuple([cuda.ReadyLaunch(launch, device) for launch in launches])
-    return ready[0] if len(ready) == 1 else partial(_run_all, ready)
 
 
 def _run_all(runs: Sequence[Callable[[], None]]) -> None:

@@ -1,38 +1,58 @@
 """Plans: what is known of a call on CuPy arrays because one of its kind passed every check and ran.
 
 Calls are of one kind where their arrays differ in nothing but addresses. The kind decides almost everything: whether a
-call is right, which kernel runs, and with which arguments. A plan holds that. A call that has one is only checked for
-what it writes lying apart from the rest, and puts its addresses into the launch.
+call is right, which kernels run, and with which arguments. A plan holds that. A call that has one is only checked for
+what it writes lying apart from the rest, and puts its addresses into the launches.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gdn.arrays import Argument
+from gdn.backends.chunk_layout import PART_ALIGNMENT
 from gdn.backends.cuda import ReadyLaunch
 
 #: Plans of one thread. Beyond that it begins anew: most calls of a program are like one of a few.
 MAX_PLANS = 1024
+
+#: The argument that launches take parts of, which start at multiples of PART_ALIGNMENT.
+_PARTED = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLaunch:
+    """A launch of a call, and where its addresses come from.
+
+    launch: that of the call before. places: a parameter, and the position in the call of the array whose address it
+    takes. parts: a parameter, and how far behind the start of the array with parts its address lies.
+    """
+
+    launch: ReadyLaunch
+    places: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What calls of one kind need to run, but for addresses.
 
-    launch: that of the call before. places: a parameter of it, and the position in the call of the array whose address
-    it takes. too_near: positions of an array that is written and of another, and two distances from the address of the
-    first to that of the second, between which the two might overlap.
+    parted, remainder: the position of the array with parts, and that of its address by PART_ALIGNMENT; 0 and None where
+    there is none. too_near: positions of an array that is written and of another, and two distances from the address of
+    the first to that of the second, between which the two might overlap.
     """
 
-    launch: ReadyLaunch
-    places: tuple[tuple[int, int], ...]
+    launches: tuple[PlannedLaunch, ...]
+    parted: int
+    remainder: int | None
     too_near: tuple[tuple[int, int, int, int], ...]
 
     def takes(self, addresses: Sequence[int]) -> bool:
-        """Whether arrays at these addresses are surely apart where they must be."""
+        """Whether arrays at these addresses are surely apart where they must be, and parts lie where they did."""
+        if self.remainder is not None and addresses[self.parted] % PART_ALIGNMENT != self.remainder:
+            return False
         for written, other, low, high in self.too_near:
             if low < addresses[other] - addresses[written] < high:
                 return False
@@ -40,10 +60,13 @@ class Plan:
 
     def run(self, addresses: Sequence[int]) -> None:
         """Enqueue the call for arrays at these addresses, which the plan takes."""
-        arguments = self.launch.arguments
-        for parameter, position in self.places:
-            arguments[parameter] = addresses[position]
-        self.launch()
+        for planned in self.launches:
+            arguments = planned.launch.arguments
+            for parameter, position in planned.places:
+                arguments[parameter] = addresses[position]
+            for parameter, offset in planned.parts:
+                arguments[parameter] = addresses[self.parted] + offset
+            planned.launch()
 
 
 class _Plans(threading.local):
@@ -63,35 +86,48 @@ def find(kind: Hashable) -> Plan | None:
 
 def keep(
     kind: Hashable,
-    launch: ReadyLaunch,
+    launches: Sequence[ReadyLaunch],
     arguments: Sequence[Argument | None],
     written: Sequence[Argument],
 ) -> None:
     """Make a plan of a call that passed every check.
 
     Args:
-        kind: all that its checks and its launch depend on, but the addresses of its arrays.
-        launch: its launch.
+        kind: all that its checks and its launches depend on, but the addresses of its arrays.
+        launches: its launches, in order.
         arguments: its arrays, in the order of the call; None for one that was left out.
         written: those that it writes, which the checks found apart from all others.
 
-    A launch that takes an address of anything else makes no plan.
+    Launches that take an address of anything else make no plan.
     """
     arrays = {argument.name: (position, argument) for position, argument in enumerate(arguments) if argument}
-    places = []
-    for parameter, (name, of_type) in enumerate(launch.launch.variant.kernel.parameters):
-        if of_type != "pointer":
-            continue
-        address = launch.launch.arguments[parameter]
-        position, argument = arrays.get(name, (0, None))
-        if argument is None and address == 0:  # of an array that such calls leave out
-            continue
-        if argument is None or address != argument.pointer:
-            return
-        places.append((parameter, position))
+    planned = [_planned(launch, arrays) for launch in launches]
+    if None in planned:
+        return
     if len(_plans.by_kind) >= MAX_PLANS:
         _plans.by_kind.clear()
-    _plans.by_kind[kind] = Plan(launch, tuple(places), tuple(_too_near(list(arrays.values()), written)))
+    parted, argument = arrays.get(_PARTED, (0, None))
+    remainder = None if argument is None else argument.pointer % PART_ALIGNMENT
+    too_near = tuple(_too_near(list(arrays.values()), written))
+    _plans.by_kind[kind] = Plan(tuple(launch for launch in planned if launch), parted, remainder, too_near)
+
+
+def _planned(launch: ReadyLaunch, arrays: Mapping[str, tuple[int, Argument]]) -> PlannedLaunch | None:
+    """The launch, with where its addresses come from in a call of these arrays; None where one comes from elsewhere."""
+    places, parts = [], []
+    for parameter, (name, of_type) in enumerate(launch.launch.variant.kernel.parameters):
+        address = launch.launch.arguments[parameter]
+        if of_type != "pointer":
+            continue
+        position, argument = arrays.get(name, (0, None))
+        _, whole = arrays.get(_PARTED, (0, None))
+        if argument is not None and address == argument.pointer:
+            places.append((parameter, position))
+        elif whole is not None and whole.begin <= address < whole.end:  # which overlaps no other array
+            parts.append((parameter, address - whole.pointer))
+        elif argument is not None or address != 0:  # 0: of an array that such calls leave out
+            return None
+    return PlannedLaunch(launch, tuple(places), tuple(parts))
 
 
 def _too_near(

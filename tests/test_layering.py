@@ -94,7 +94,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gdn.backends": ("gdn.errors", "gdn.backends.cuda", "gdn.backends.host"),
     "gdn": ("gdn.errors", "gdn.geometry", "gdn.backends", "gdn.ops"),
-    "gdn.plans": ("gdn.arrays", "gdn.backends.cuda"),
+    "gdn.plans": ("gdn.arrays", "gdn.backends.chunk_layout", "gdn.backends.cuda"),
     "gdn.calls": (
         *("gdn.arrays", "gdn.plans", "gdn.backends"),
         *("gdn.backends.cuda", "gdn.backends.host", "gdn.backends.launch", "gdn.backends.row_tile"),

@@ -17,7 +17,7 @@ import pytest
 
 import gdn
 from gdn import arrays, calls, layer_rules, ops, plans, rules
-from gdn.backends import cuda
+from gdn.backends import chunk_layout, cuda
 from gdn.backends.launch import Variant
 from gdn.backends.row_tile import RowTile, forced_row_tile
 from gdn.errors import DeviceError, DTypeError, GdnError, LayoutError, ShapeError
@@ -519,9 +519,9 @@ def launched_by(gpu: Gpu, call: Call, *, num_checked: int) -> list[Launched]:
     return gpu.launched[launched:]
 
 
-def test_a_call_of_several_launches_is_checked_each_time(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+def test_a_call_of_several_launches(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
     call = by_chunks()
-    first, second = (launched_by(gpu, call, num_checked=1) for _ in range(2))
+    first, second = (launched_by(gpu, call, num_checked=number) for number in (1, 0))
     assert first == second
     _, prepare, walk = first
     stems = [launched.variant.kernel.stem.removeprefix("gated_delta_chunk_") for launched in first]
@@ -541,6 +541,47 @@ def test_a_call_of_several_launches_is_checked_each_time(gpu: Gpu, by_chunks: Ca
         assert parts.items() <= workspace.items()
     assert workspace["chunk_plan"] < workspace["slab"]
     assert workspace["carry_in"] == workspace["carry_out"] == workspace["slab"]  # a pool of float32 needs no carries
+
+
+@pytest.mark.parametrize(("algorithm", "lengths", "count"), [("chunked", (130, 3), 3), ("auto", (130, 3, 200), 4)])
+@pytest.mark.parametrize(("moved_by", "num_checked"), [(1 << 20, 0), (256, 0), (16, 1)])
+def test_parts_of_a_workspace_move_with_it(
+    gpu: Gpu,
+    by_chunks: Callable[..., Call],
+    algorithm: str,
+    lengths: tuple[int, ...],
+    count: int,
+    moved_by: int,
+    num_checked: int,
+) -> None:
+    """By the plan of the kind where they keep their distances from its start, else found anew."""
+    call, moved = by_chunks(algorithm, lengths), by_chunks(algorithm, lengths)
+    first = launched_by(gpu, call, num_checked=1)
+    workspace = moved["workspace"]
+    place = cupy.cuda.MemoryPointer(workspace.data.mem, workspace.data.ptr - FIRST_ADDRESS + moved_by)
+    moved["workspace"] = cupy.ndarray(workspace.shape, workspace.dtype, place)
+    by_plan = launched_by(gpu, moved, num_checked=num_checked)
+    plans._plans.by_kind.clear()
+    assert by_plan == launched_by(gpu, moved, num_checked=1)
+    assert len(by_plan) == len(first) == count
+    assert all(one.arguments != other.arguments for one, other in zip(first, by_plan, strict=True))
+    assert launched_by(gpu, call, num_checked=1 if moved_by % 256 else 0) == first
+
+
+def test_slabs_have_a_plan(gpu: Gpu, by_chunks: Callable[..., Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", 100_000)
+    call = by_chunks("chunked", (1000,))
+    first, second = (launched_by(gpu, call, num_checked=number) for number in (1, 0))
+    assert first == second
+    assert len(first) > 6
+
+
+def test_a_workspace_that_comes_to_overlap(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    call = by_chunks()
+    launched_by(gpu, call, num_checked=1)
+    call["workspace"] = cupy.ndarray(call["workspace"].shape, np.uint8, call["recurrent_state"].data)
+    error = gpu.refuses(lambda: call.op(*call.six, **call.keywords))
+    assert "overlapping arrays" in str(error)
 
 
 def test_a_bound_call_of_several_launches(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:

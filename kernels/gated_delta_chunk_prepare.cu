@@ -37,6 +37,7 @@ constexpr int NUM_THREADS = 256;
 constexpr int STRIPS = CHUNK_LEN / 16;  // of 16 tokens
 constexpr int SCORE_TILES = CHUNK_LEN / 8;
 constexpr int HEADS_AT_ONCE = 2;
+constexpr int GATES_STRIP = STRIPS == 4 ? 0 : 3;  // warps of it make the gates: they have the fewest products, or none
 constexpr int LANES_OF_TOKEN = OPERANDS == 1 && CHUNK_LEN == 64 && PADDED_KEY_DIM <= 128 ? 4 : 8;  // that share its key
 constexpr int PIECES_OF_LANE = PADDED_KEY_DIM / 8 / LANES_OF_TOKEN;
 
@@ -431,6 +432,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     const int strip = warp % 4;
     const bool multiplies_queries = warp >= 4;
     const bool multiplies = strip < STRIPS;
+    const int gates_head = strip == GATES_STRIP ? warp / 4 : HEADS_AT_ONCE;  // whose gates the warp makes, if there is one
 
     unsigned char* const queries = shared.tiles + OPERANDS * KEY_TERM_BYTES;
     unsigned char* const key_out = first_head == 0 ? out.key_head(in_slab, key_head) : nullptr;
@@ -444,22 +446,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) gated_
     key_rows.load(query + num_key_heads * KEY_HEAD_DIM * qkv_channel_stride, qkv_token_stride, qkv_channel_stride, length);
     query_rows.load(query, qkv_token_stride, qkv_channel_stride, length);
     RawGates raw_gates;
-    if (warp < num_heads) {
-        const long long head = first_value_head + warp;
+    if (gates_head < num_heads) {
+        const long long head = first_value_head + gates_head;
         raw_gates.load(decay_per_token + token * decay_token_stride + head * decay_head_stride, decay_token_stride,
                        beta_per_token + token * beta_token_stride + head * beta_head_stride, beta_token_stride, length);
     }
     make_tiles(key_rows, shared.tiles, key_out, shared.norms.key);
     make_tiles(query_rows, queries, key_out == nullptr ? nullptr : key_out + OPERANDS * KEY_TERM_BYTES,
                shared.norms.query);
-    if (warp < num_heads) raw_gates.leave_in(shared.gates[warp]);
+    if (gates_head < num_heads) raw_gates.leave_in(shared.gates[gates_head]);
     __syncthreads();
     float products[SCORE_TILES][4];
     if (multiplies) multiply_tiles(products, multiplies_queries ? queries : shared.tiles, shared.tiles, strip);
 
-    if (warp < num_heads)
-        make_gates(shared.norms, shared.gates[warp],
-                   *reinterpret_cast<ChunkScalars*>(head_out(warp) + SCALARS_OFFSET));
+    if (gates_head < num_heads)
+        make_gates(shared.norms, shared.gates[gates_head],
+                   *reinterpret_cast<ChunkScalars*>(head_out(gates_head) + SCALARS_OFFSET));
     __syncthreads();  // now the tiles of keys and queries are free
     for (int head = 0; head < num_heads && multiplies; ++head) {
         const Gates& gates = shared.gates[head];

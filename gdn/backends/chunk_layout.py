@@ -23,8 +23,8 @@ OVERLAPPED_SLABS = 1
 CHUNKS_OF_OVERLAPPED_SLAB = 16
 #: Chunks that the kernels can count.
 MAX_CHUNKS = 2**30 - 1
-#: What rows are walked along at once to have, in tiles of WALK_COLUMNS columns: about as many as a large GPU has
-#: multiprocessors. A constant, so that the size of a workspace depends on shapes and types alone.
+#: What rows are walked along at once to have, counted in WALK_COLUMNS columns whatever a kernel takes at a time: about as
+#: many as a large GPU has multiprocessors. A constant, so that a workspace depends on shapes and types alone.
 WALKS_AT_ONCE = 128
 WALK_COLUMNS = 128
 #: Head sizes that the chunked kernels serve are multiples of this.
@@ -32,6 +32,9 @@ SERVED_HEAD_DIM_MULTIPLE = 32
 
 _OPERAND_BYTES = 2  # of an element of a tensor core's operand
 _HEADER_ENTRIES = 4  # of the plan
+_ENTRIES_OF_CHUNK = 9  # a chunk, a row, a place (kernels/chunk_plan.cuh)
+_SCALARS_OF_TOKEN, _SCALARS_OF_CHUNK = 4, 16  # ChunkScalars of kernels/chunk_workspace.cuh
+_SCALAR_BYTES = 4
 _KEY_DIM_MULTIPLE = 64  # to which rows of keys and queries are padded
 _CHUNK_LEN = 64
 _CARRY_ITEMSIZE = 4
@@ -116,7 +119,7 @@ class ChunkLayout:
     @cached_property
     def value_image_bytes(self) -> int:
         """What else a chunk and value head needs: the matrices, and numbers of each token."""
-        return self.matrices_bytes + (4 * self.chunk_len + 16) * 4
+        return self.matrices_bytes + (_SCALARS_OF_TOKEN * self.chunk_len + _SCALARS_OF_CHUNK) * _SCALAR_BYTES
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -127,7 +130,7 @@ class ChunkLayout:
     @cached_property
     def plan_bytes(self) -> int:
         """The list of chunks and rows, as `kernels/gated_delta_chunk_plan.cu` writes it."""
-        return _whole_part(4 * (_HEADER_ENTRIES + 9 * self.max_chunks))
+        return _whole_part(4 * (_HEADER_ENTRIES + _ENTRIES_OF_CHUNK * self.max_chunks))
 
     @cached_property
     def carry_bytes(self) -> int:

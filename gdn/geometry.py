@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 from gdn.errors import ShapeError, rejection
@@ -36,9 +36,13 @@ class HeadGeometry:
     def __post_init__(self) -> None:
         for name in ("key_head_dim", "value_head_dim"):
             _require_head_dim(name, "", getattr(self, name))
-        if self.num_key_heads < 1 or self.num_value_heads < 1 or self.num_value_heads % self.num_key_heads:
+        counts = self.num_key_heads, self.num_value_heads
+        are_whole = all(isinstance(count, Integral) for count in counts)
+        if not are_whole or min(counts) < 1 or self.num_value_heads % self.num_key_heads:
             heads = f"num_key_heads={self.num_key_heads}, num_value_heads={self.num_value_heads}"
             raise ShapeError(rejection("num_value_heads", "a multiple of at least one key head", heads))
+        for field in fields(self):  # NumPy's integers would overflow in products
+            object.__setattr__(self, field.name, int(getattr(self, field.name)))
 
     @classmethod
     def from_shapes(cls, conv_dim: int, state_shape: tuple[int, ...]) -> HeadGeometry:

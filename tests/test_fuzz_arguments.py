@@ -560,10 +560,11 @@ SIZES = st.one_of(st.integers(-1, 300), st.integers(), st.sampled_from(NO_ARRAYS
 
 
 @hypothesis.given(key_head_dim=SIZES, value_head_dim=SIZES, group_size=SIZES)
+@hypothesis.example(key_head_dim=np.int64(8), value_head_dim=np.int64(8), group_size=2**63)
 def test_elements_of_a_record(key_head_dim: Any, value_head_dim: Any, group_size: Any) -> None:
     sizes = {"key_head_dim": key_head_dim, "value_head_dim": value_head_dim, "group_size": group_size}
     elements = taken_or_refused(lambda: ops.gated_delta_ring_record_elements(**sizes), {})
-    assert elements is None or elements == key_head_dim + group_size * (value_head_dim + 1)
+    assert elements is None or elements == int(key_head_dim) + int(group_size) * (int(value_head_dim) + 1)
 
 
 @pytest.mark.parametrize("function", [ops.bind, ops.warmup, ops.check_indices], ids=lambda function: function.__name__)

@@ -63,6 +63,19 @@ def test_head_counts_that_do_not_group(call: Call, cpu_backend: str, num_key_hea
     assert str(caught.value) == f"num_value_heads: expected a multiple of at least one key head, {heads}"
 
 
+def test_counts_that_are_no_whole_numbers() -> None:
+    for counts in ((1.5, 3), (1, 2.0), ("1", 2), (None, 2)):
+        with pytest.raises(ShapeError, match=r"^num_value_heads: expected a multiple of at least one key head, got "):
+            HeadGeometry(*counts, 8, 8)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_do_not_overflow() -> None:
+    heads = HeadGeometry(np.int8(16), np.int8(32), np.int16(128), np.uint8(128))  # type: ignore[arg-type]
+    assert heads == HeadGeometry(16, 32, 128, 128)
+    assert type(heads.conv_dim) is int
+    assert (heads.conv_dim, heads.slot_state_elements) == (8192, 524_288)
+
+
 @pytest.mark.usefixtures("_nothing_compiles")
 @pytest.mark.parametrize("conv_dim", [31, 33, 40, 24, 16, 1, 0])
 def test_channels_that_leave_no_whole_number_of_key_heads(call: Call, cpu_backend: str, conv_dim: int) -> None:

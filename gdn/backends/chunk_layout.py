@@ -23,8 +23,8 @@ OVERLAPPED_SLABS = 1
 CHUNKS_OF_OVERLAPPED_SLAB = 16
 #: Chunks that the kernels can count.
 MAX_CHUNKS = 2**30 - 1
-#: What rows are walked along at once to have, counted in WALK_COLUMNS columns whatever a kernel takes at a time: about as
-#: many as a large GPU has multiprocessors. A constant, so that a workspace depends on shapes and types alone.
+#: What rows are walked along at once to have, counted in WALK_COLUMNS columns whatever a kernel takes at a time: about
+#: as many as a large GPU has multiprocessors. A constant, so that a workspace depends on shapes and types alone.
 WALKS_AT_ONCE = 128
 WALK_COLUMNS = 128
 #: Head sizes that the chunked kernels serve are multiples of this.

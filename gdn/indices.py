@@ -44,7 +44,7 @@ def check_verify_indices(inputs: VerifyInputs) -> None:
     slots, ring_rows, pending = inputs.recurrence.slot_idx, inputs.ring_slot_idx, inputs.pending
     is_no_padding = _names_both(slots, ring_rows)
     is_live = _has_tokens(inputs.recurrence.input_row_offsets, inputs.recurrence.total_seq_len) & is_no_padding
-    reads = is_live if pending is None else is_live | (is_no_padding & folds_pending(inputs))
+    reads = is_live if pending is None else is_live | (is_no_padding & folds_pending(inputs, pending))
     _check_table(slots, "slot", "max_slots", inputs.recurrence.max_slots, reads)
     _check_table(ring_rows, "ring row", "ring_rows", inputs.ring.shape[0], is_live)
     if pending is not None:
@@ -60,12 +60,10 @@ def has_pending(pending: Pending) -> np.ndarray[Any, Any]:
     return some
 
 
-def folds_pending(inputs: VerifyInputs) -> np.ndarray[Any, Any]:
+def folds_pending(inputs: VerifyInputs, pending: Pending) -> np.ndarray[Any, Any]:
     """Sequences of a verify whose pending records lie in another ring row than their window's, and so are folded."""
-    if inputs.pending is None:
-        return np.zeros(inputs.recurrence.batch_size, bool)
-    is_another: np.ndarray[Any, Any] = slot_values(inputs.pending.ring_slot_idx) != slot_values(inputs.ring_slot_idx)
-    folds: np.ndarray[Any, Any] = is_another & has_pending(inputs.pending)
+    is_another: np.ndarray[Any, Any] = slot_values(pending.ring_slot_idx) != slot_values(inputs.ring_slot_idx)
+    folds: np.ndarray[Any, Any] = is_another & has_pending(pending)
     return folds
 
 

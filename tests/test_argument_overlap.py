@@ -110,6 +110,23 @@ def test_an_overlap_too_hard_to_decide_is_refused() -> None:
     check.require_disjoint(one, [other._replace(pointer=2**41, begin=2**41, end=2**41 + 2**30)])
 
 
+def test_arrays_apart_after_some_search_are_taken() -> None:
+    one = described("one", (17, 99), (7124, 19280), 2**40)
+    other = described("other", (37, 62), (22540, 21888), 2**40 + 175864)
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(check._Addresses(one), check._Addresses(other), max_work=1000)
+    check.require_disjoint(one, [other])
+
+
+def test_arrays_apart_that_are_too_hard_to_tell_apart_are_refused() -> None:
+    """A search without a bound would find these apart, others not in a lifetime."""
+    one = described("one", (288, 103), (158448, 165916), 2**40)
+    other = described("other", (129, 100), (21348, 26596), 2**40 + 40848)
+    assert not np.shares_memory(check._Addresses(one), check._Addresses(other))
+    with pytest.raises(LayoutError, match=r"^one: expected memory of its own, apart from other, got overlapping"):
+        check.require_disjoint(one, [other])
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

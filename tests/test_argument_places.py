@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from gdn import ops
 from gdn.arrays import describe, take, to_numpy
 from gdn.check import require_one_place
-from gdn.errors import DeviceError, DTypeError, ShapeError
+from gdn.errors import DeviceError, DTypeError, LayoutError, ShapeError
 
 if TYPE_CHECKING:
     from tests.conftest import Call
@@ -71,6 +72,17 @@ def test_memory_of_another_kind_of_device(call: Call, cpu_backend: str) -> None:
     assert message == "qkv_conv_output: expected an array in CPU or CUDA memory, got DLPack device type 8"
 
 
+def test_a_view_that_negates_what_its_memory_holds(call: Call, cpu_backend: str) -> None:
+    """PyTorch's `x.conj().imag`: the sign is a flag of the view, which the memory that it exports is without."""
+    values = ThroughDLPack(call["qkv_conv_output"])
+    values.is_neg = lambda: True  # type: ignore[attr-defined]
+    call["qkv_conv_output"] = values
+    kind = f"{ThroughDLPack.__module__}.ThroughDLPack"
+    expected = "memory that holds the values themselves (call .resolve_neg())"
+    message = f"qkv_conv_output: expected {expected}, got {kind} with the negative bit set"
+    assert call.refusal(LayoutError, cpu_backend) == message
+
+
 @pytest.mark.parametrize("form", ["dlpack", "cuda_array_interface"])
 def test_arrays_on_a_gpu_need_cupy(call: Call, cpu_backend: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -96,6 +108,12 @@ def test_a_shape_alone_has_no_place_and_no_values() -> None:
         require_one_place([shape])
     with pytest.raises(ShapeError, match=r"^slot_idx: expected an array with values, got a shape alone$"):
         to_numpy(shape)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (3, -2), "ab", (1.5, None)], ids=str)
+def test_a_shape_that_is_none(shape: Any) -> None:
+    with pytest.raises(DTypeError, match=r"^slot_idx: expected something with a shape and a dtype, got "):
+        describe("slot_idx", SimpleNamespace(shape=shape, dtype=np.uint32))
 
 
 @pytest.mark.gpu

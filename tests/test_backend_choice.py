@@ -156,3 +156,24 @@ def test_why_cuda_cannot_run(monkeypatch: pytest.MonkeyPatch, cupy: Any, reason:
         assert ("cuda" in gdn.available_backends()) == (reason is None)
     finally:
         cuda.unavailable_reason.cache_clear()
+
+
+def test_a_device_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that they do: a call there is refused with what it lacks, before anything compiles."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy_with("75", "90", "121"))
+    cuda.unavailable_reason.cache_clear()
+    cuda.require_device.cache_clear()
+    try:
+        assert cuda.served_capabilities() == ((9, 0), (12, 1))
+        cuda.require_device(1)
+        with pytest.raises(DeviceError) as caught:
+            cuda.require_device(0)
+        assert str(caught.value) == "cuda:0: expected compute capability 8.0 or later, got 7.5"
+    finally:
+        cuda.unavailable_reason.cache_clear()
+        cuda.require_device.cache_clear()
+
+
+def test_no_gpu_has_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda: "no GPU in this test")
+    assert cuda.served_capabilities() == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from gdn.backends import host
 from gdn.backends import numpy as numpy_backend
 from gdn.bench import build as build_module
 from gdn.bench import check as check_module
+from gdn.bench import cpu as cpu_module
 from gdn.bench import measure as measure_module
 from gdn.bench import oracle_check
 from gdn.bench.build import DoesNotFit, build_workload, plan_sets
@@ -61,6 +63,9 @@ SMALL_HEADS = HeadGeometry(1, 2, 8, 16)
 TINY = ("--backend", "numpy", "--heads", "1,2", "--head-dims", "8,8", "--repeats", "3", "--state-dtype", "float32")
 QUICK = (*TINY, "--batch", "2", "--warm")
 CEILINGS = Ceilings(copy_gb_s=4000.0, read_gb_s=5000.0)
+
+
+MEASURE_CEILINGS = CpuMachine.measure_ceilings  # what `same_everywhere` puts aside
 
 
 def bench(*arguments: str) -> Result:
@@ -1035,3 +1040,40 @@ def test_the_row_of_a_peer_is_the_same_whatever_our_algorithm() -> None:
         keys.append([row.key for row in (ours, *theirs)])
     assert keys[0][0] != keys[1][0]
     assert keys[0][1:] == keys[1][1:]
+
+
+# ---- A CPU ----
+
+
+def test_ceilings_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying counts the bytes read and written; reading goes by the fastest of its three ways."""
+    took_us = iter([50.0, 400.0, 100.0, 200.0])
+
+    def time_us(self: CpuMachine, calls: list[Callable[[], object]], repeats: int) -> list[float]:
+        for call in calls:
+            call()
+        return [next(took_us)] * repeats
+
+    monkeypatch.setattr(cpu_module, "_CEILING_BYTES", 1 << 20)
+    monkeypatch.setattr(CpuMachine, "time_us", time_us)
+    ceilings = MEASURE_CEILINGS(CpuMachine("numpy"))
+    assert ceilings.copy_gb_s == pytest.approx(2 * (1 << 20) / 50e-6 / 1e9)
+    assert ceilings.read_gb_s == pytest.approx((1 << 20) / 100e-6 / 1e9)
+
+
+def test_a_system_that_does_not_count_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sysconf(name: str) -> int:
+        raise ValueError(f"unrecognized configuration name {name}")
+
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    assert CpuMachine("numpy").free_bytes() == 2 << 30
+
+
+def test_a_case_has_the_call_of_its_regime_alone() -> None:
+    decode, verify = next(iter(cases("decode"))), next(iter(cases("verify")))
+    assert decode.recurrence_call is decode.call
+    assert verify.ring_call is verify.call
+    with pytest.raises(TypeError, match=r"^decode of .* has no ring$"):
+        _ = decode.ring_call
+    with pytest.raises(TypeError, match=r"^verify of .* has a ring$"):
+        _ = verify.recurrence_call

@@ -354,6 +354,30 @@ def test_a_kernel_that_does_not_compile_is_said_once(cupy: FakeCupy, monkeypatch
     assert str(caught.value).count("expected a clean compile") == 1
 
 
+@pytest.mark.parametrize("kind", ["CompileException", "RuntimeError"])
+def test_what_the_compiler_or_the_driver_refuses_is_said(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    refusal = cupy.cuda.compiler.CompileException if kind == "CompileException" else RuntimeError
+
+    def raw_module(**keywords: Any) -> Any:
+        raise refusal("a warning\ngates.cu(7): error: wrong\nmore")
+
+    monkeypatch.setattr(cupy, "RawModule", raw_module)
+    with pytest.raises(KernelCompileError) as caught:
+        cuda.load(VARIANT, 0)
+    macros = " ".join(VARIANT.defines)
+    expected = f"gated_delta_gates: expected a clean compile with {macros}, got gates.cu(7): error: wrong"
+    assert str(caught.value) == expected
+    assert caught.value.__cause__.__class__ is refusal
+
+
+def test_an_assembler_that_says_nothing_of_registers_is_an_error() -> None:
+    with pytest.raises(KernelCompileError) as caught:
+        nvrtc._report(VARIANT, "ptxas info: 0 bytes gmem\n")
+    assert str(caught.value) == "gated_delta_gates: expected ptxas' usage report, got 'ptxas info: 0 bytes gmem'"
+
+
 def test_a_folder_that_is_none_is_no_matter(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GDN_KERNEL_DIR", str(tmp_path / "missing"))
     cuda.load(VARIANT, 0)

@@ -14,6 +14,7 @@ from gdn.testing.buffers import LAYOUTS, lay_out
 from gdn.testing.cases import INPUTS, RECURRENCE_CASES, RecurrenceCase, build_arrays, random_recurrence_case
 from gdn.testing.checks import CHECKS, checks_of
 from gdn.testing.chunked_cases import CHUNKED_CASES
+from gdn.testing.ring_cases import RingCase
 
 HEADS = HeadGeometry(1, 2, 8, 8)
 PLAIN = RecurrenceCase("plain", HEADS, (3, 0, 2, 1), padding=(2,), leading_rows=2, trailing_rows=1, spare_slots=2)
@@ -107,3 +108,17 @@ def test_layouts_place_the_same_values(ndim: int, layout: str) -> None:
 def test_a_layout_for_another_number_of_axes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^layout: expected one of .* for 4 axes, got 'reversed'$"):
         lay_out(np.zeros((1, 1, 1, 1), np.float32), "reversed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_pending": (1,)}, "1 pending counts for 2 rows"),
+        ({"num_accepted": (3, 1)}, "3 of 2 tokens accepted"),
+        ({"lengths": (2, 5), "num_accepted": (2, 4)}, "a row of 5 tokens leaves no records to accept 4 of"),
+    ],
+)
+def test_a_ring_case_that_accepts_what_there_is_not(changes: dict[str, tuple[int, ...]], words: str) -> None:
+    counts = {"lengths": (2, 5), "num_accepted": (2, 0)} | changes
+    with pytest.raises(ValueError, match=rf"^case: {words}$"):
+        RingCase("case", HeadGeometry(1, 2, 8, 8), ring_len=4, **counts)

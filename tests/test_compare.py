@@ -17,6 +17,7 @@ from gdn.testing import (
     assert_passed,
     bitwise,
     close,
+    same_bytes,
     storage_tolerance,
 )
 
@@ -247,6 +248,7 @@ def test_nan_payloads_are_ignored_and_nan_against_a_number_is_not(dtype):
     actual = expected.copy()
     actual.view(f"u{actual.itemsize}")[1:2] ^= 1
     assert bitwise(actual, expected)
+    assert bitwise(actual, expected, ignore_zero_sign=True)
     comparison = bitwise(np.array([1, 3, 2], dtype), expected)
     assert not comparison
     assert comparison.worst_coordinate == (1,)
@@ -303,23 +305,137 @@ def test_a_wrong_state_beside_a_right_output_fails_and_is_named():
 
 def test_every_failure_is_reported_and_none_compared_is_a_failure():
     ones = np.ones(3)
-    with pytest.raises(AssertionError, match=r"(?s)out: .*pool: "):
-        assert_passed(bitwise(-ones, ones, name="out"), bitwise(2 * ones, ones, name="pool"))
-    with pytest.raises(AssertionError, match="nothing was compared"):
+    failures = bitwise(-ones, ones, name="out"), bitwise(2 * ones, ones, name="pool")
+    with pytest.raises(AssertionError) as caught:
+        assert_passed(failures[0], bitwise(ones, ones), failures[1])
+    assert str(caught.value) == f"{failures[0].message}\n{failures[1].message}"
+    with pytest.raises(AssertionError, match=r"^nothing was compared$"):
         assert_passed()
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(1e-6, 1e-5, ""), (1e-6, 1e-5, " "), (-1e-6, 1e-5, "x"), (1e-6, math.nan, "x"), (math.inf, 1, "x")],
+    ("arguments", "message"),
+    [
+        ((1e-6, 1e-5, ""), "reason: expected where the limits come from, got ''"),
+        ((1e-6, 1e-5, " "), "reason: expected where the limits come from, got ' '"),
+        ((-1e-6, 1e-5, "x"), "relative_norm: expected a finite limit of at least 0, got -1e-06"),
+        ((1e-6, math.nan, "x"), "max_element: expected a finite limit of at least 0, got nan"),
+        ((math.inf, 1, "x"), "relative_norm: expected a finite limit of at least 0, got inf"),
+    ],
 )
-def test_a_tolerance_needs_a_reason_and_real_limits(arguments):
-    with pytest.raises(ValueError, match="expected"):
+def test_a_tolerance_needs_a_reason_and_real_limits(arguments, message):
+    with pytest.raises(ValueError, match="expected") as caught:
         Tolerance(*arguments)
+    assert str(caught.value) == message
+
+
+def test_a_tolerance_of_zero_takes_what_is_equal_and_nothing_else():
+    exact, reference = Tolerance(0, 0, "test"), reference_array()
+    assert close(reference, reference, exact)
+    assert not close(np.nextafter(reference, 9), reference, exact)
+
+
+def report(judged, passed, measure, worst_error, coordinate, expected, got, num_differing, message):
+    """All that a comparison of arrays named "pool" should say."""
+    assert judged == Comparison(
+        "pool", passed, measure, worst_error, coordinate, expected, got, num_differing, f"pool: {message}"
+    )
+
+
+def test_reports_of_close_in_full():
+    reference = np.array([[4.0, 3.0], [0.0, 0.0]])
+    wrong = np.array([[4.0, 3.0], [0.0, 0.5]])
+    tolerance = Tolerance(0.05, 0.1, "because")
+    measured = (
+        "relative norm 1.0e-01 (limit 5.0e-02), largest element error 1.2e-01 of the scale 4 (limit 1.0e-01) at "
+        "(1, 1): expected 0.0, got 0.5"
+    )
+    said = f"{measured}; 1 of 4 elements past that limit; limits: because"
+    report(close(wrong, reference, tolerance, "pool"), False, "rel 1.0e-01", 0.125, (1, 1), 0.0, 0.5, 1, said)
+    wide = Tolerance(0.1, 0.125, "because")  # both limits are met, to the bit
+    said = measured.replace("5.0e-02", "1.0e-01").replace("limit 1.0e-01) at", "limit 1.2e-01) at")
+    report(close(wrong, reference, wide, "pool"), True, "rel 1.0e-01", 0.125, (1, 1), 0.0, 0.5, 0, said)
+
+
+def test_reports_of_values_that_are_not_finite_in_full():
+    reference = np.array([1.0, np.inf, 2.0, np.inf])
+    got = np.array([1.0, -np.inf, 2.0, 3.0])
+    said = "2 of 4 elements are non-finite on one side only or in another way, first at (1,): expected inf, got -inf"
+    judged = close(got, reference, FLOAT32_TOLERANCE, "pool", allow_non_finite=True)
+    report(judged, False, "non-finite", math.inf, (1,), math.inf, -math.inf, 2, said)
+    said = (
+        "2 of 4 elements are non-finite on both sides, so their values were not compared, first at (1,): "
+        "expected inf, got inf"
+    )
+    judged = close(reference, reference, FLOAT32_TOLERANCE, "pool")
+    report(judged, False, "non-finite", math.inf, (1,), math.inf, math.inf, 0, said)
+
+
+def test_reports_of_bits_in_full():
+    expected = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+    got = np.array([[1, 2, 3], [4, 7, 8.5]], np.float32)
+    report(
+        bitwise(expected, expected.copy(), "pool"),
+        True,
+        "bits",
+        0.0,
+        None,
+        None,
+        None,
+        0,
+        "all 6 elements equal to the bit",
+    )
+    said = "2 of 6 elements differ in their bits, first at (1, 1): expected 5.0, got 7.0"
+    report(bitwise(got, expected, "pool"), False, "bits", 2.0, (1, 1), 5.0, 7.0, 2, said)
+    report(
+        same_bytes(expected, expected.copy(), "pool"),
+        True,
+        "bits",
+        0.0,
+        None,
+        None,
+        None,
+        0,
+        "all 6 elements equal to the bit",
+    )
+    bits = [int(array[1, 1].view(np.uint32)) for array in (expected, got)]
+    said = f"2 of 6 elements differ in their bits, first at (1, 1): expected {float(bits[0])!r}, got {float(bits[1])!r}"
+    distance = float(bits[1] - bits[0])
+    report(same_bytes(got, expected, "pool"), False, "bits", distance, (1, 1), *map(float, bits), 2, said)
+
+
+def test_reports_of_what_cannot_be_compared_in_full():
+    ones = np.ones((2, 3))
+    real = "expected real numbers of at most 8 bytes, got"
+    for judge in (lambda *pair: close(*pair, FLOAT32_TOLERANCE, "pool"), lambda *pair: bitwise(*pair, "pool")):
+        for actual, expected, measure, why in (
+            (None, ones, "missing", "the actual array is None"),
+            (ones, None, "missing", "the expected array is None"),
+            (ones.astype(complex), ones, "dtype", f"{real} complex128 and float64"),
+            (ones, ones.astype(np.longdouble), "dtype", f"{real} float64 and {np.dtype(np.longdouble).name}"),
+            (ones, np.full((2, 3), "1"), "dtype", f"{real} float64 and str32"),
+            (ones[:1], ones, "shape", "expected (2, 3), got (1, 3)"),
+            (ones[:0], ones[:0], "empty", "no element to compare in shape (0, 3)"),
+        ):
+            judged = judge(actual, expected)
+            report(judged, False, measure, math.inf, None, None, None, 0, f"{measure}: {why}")
+    for judge in (bitwise, same_bytes):
+        judged = judge(ones.astype(np.float32), ones, "pool")
+        report(judged, False, "dtype", math.inf, None, None, None, 0, "dtype: expected float64, got float32")
+
+
+def test_an_array_without_a_name_is_called_array():
+    ones = np.ones(3)
+    for judged in (close(ones, ones, FLOAT32_TOLERANCE), bitwise(ones, ones), same_bytes(ones, ones)):
+        assert judged.name == "array"
 
 
 def test_storage_tolerances_are_ordered_by_their_types():
     limits = [storage_tolerance(name).relative_norm for name in ("float32", "float16", "bfloat16")]
     assert limits == [2e-6, 2e-6 + 2**-11, 2e-6 + 2**-8]
-    with pytest.raises(DTypeError, match="float64"):
+    with pytest.raises(DTypeError, match=r"^dtype_name: expected float32 or bfloat16 or float16, got 'float64'$"):
         storage_tolerance("float64")
+    for name, rounding, error in (("float16", 2**-11, "4.9e-04"), ("bfloat16", 2**-8, "3.9e-03")):
+        tolerance = storage_tolerance(name)
+        assert tolerance.max_element == 1e-5 + rounding
+        assert tolerance.reason == f"float32 arithmetic, then one rounding to {name}, a relative {error}"

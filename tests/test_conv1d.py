@@ -15,6 +15,7 @@ import pytest
 import gdn
 from gdn import ops, oracle
 from gdn.arrays import DTYPES
+from gdn.backends import conv1d as conv_launch
 from gdn.backends import gated_delta_conv1d_fwd as conv_kernel
 from gdn.backends import host
 from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
@@ -848,3 +849,17 @@ def test_a_bound_call_runs_on_what_its_arrays_hold(backend: str) -> None:
         again = device.get(bound())
     expected, _ = call.run(backend)
     assert_passed(bitwise(first, expected, "first"), bitwise(again, expected, "again"))
+
+
+def test_a_batch_that_no_launch_can_hold() -> None:
+    """From shapes alone: parts of the batch, times the blocks that channels are split over."""
+    batch = SimpleNamespace(
+        conv_dim=2 * conv_launch.THREADS + 1, qkv=SimpleNamespace(shape=(9, 2 * conv_launch.THREADS + 1))
+    )
+    most = (2**31 - 1) // 3
+    assert conv_launch.grid(batch, most, 1) == 3 * most
+    assert conv_launch.grid(batch, most, 4) == most
+    with pytest.raises(gdn.ShapeError) as caught:
+        conv_launch.grid(batch, most + 1, 1)
+    words = f"expected a batch of at most {2**31 - 1} blocks in one launch, got {3 * most + 3} for shape"
+    assert str(caught.value) == f"qkv: {words} {batch.qkv.shape}"

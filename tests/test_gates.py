@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import gdn
 from gdn import ops, oracle
 from gdn.arrays import DTYPES
+from gdn.backends import gated_delta_gates as gates_kernel
 from gdn.backends import host
 from gdn.testing import assert_passed, bitwise, close, same_bytes, storage_tolerance
 from gdn.testing.buffers import LAYOUTS, Array, lay_out
@@ -269,3 +271,12 @@ def test_the_order_of_threads_does_not_matter() -> None:
     with host.options(order_seed=3, max_os_threads=2):
         again = run("host", projections())
     assert_passed(*(bitwise(new, old, "gates") for new, old in zip(again, plain, strict=True)))
+
+
+def test_gates_that_no_launch_can_hold() -> None:
+    """A grid has 2^31 - 1 blocks of 256 threads, a thread for each gate."""
+    most = 256 * (2**31 - 1)
+    assert gates_kernel.num_blocks(SimpleNamespace(a=SimpleNamespace(size=most))) == 2**31 - 1
+    with pytest.raises(gdn.ShapeError) as caught:
+        gates_kernel.num_blocks(SimpleNamespace(a=SimpleNamespace(size=most + 1)))
+    assert str(caught.value) == f"a: expected at most {most} gates in one launch, got {most + 1}"

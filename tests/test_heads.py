@@ -99,6 +99,7 @@ def test_everything_follows_from_four_numbers() -> None:
     assert heads.conv_dim == 2 * 192 + 1152
     assert heads.head_state_elements == 96 * 192
     assert heads.slot_state_elements == 6 * 96 * 192
+    assert heads.record_elements == 96 + 3 * (192 + 1)
     assert HeadGeometry.from_shapes(1536, (7, 6, 96, 192)) == heads
 
 

@@ -83,11 +83,11 @@ def count_above_ring_len_applies(has_pending: Any) -> Any:
 
 
 def fold_in_the_same_row_too(folds_pending: Any) -> Any:
-    return lambda inputs: indices.has_pending(inputs.pending)
+    return lambda inputs, pending: indices.has_pending(pending)
 
 
 def keep_in_another_row_too(folds_pending: Any) -> Any:
-    return lambda inputs: np.zeros(inputs.recurrence.batch_size, bool)
+    return lambda inputs, pending: np.zeros(inputs.recurrence.batch_size, bool)
 
 
 # Fault: what is broken in the module, how, and checks that must find it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,14 @@ import pytest
 
 import gdn
 from gdn import ops
-from gdn.arrays import DTYPES, describe
+from gdn.arrays import DTYPES, describe, take
 from gdn.backends import gated_delta_state_fold as fold_kernel
 from gdn.backends import host as host_backend
 from gdn.backends.row_tile import nearest_row_tile
 from gdn.errors import DTypeError, IndexValueError, LayoutError, ShapeError
 from gdn.geometry import HeadGeometry
-from gdn.ring import fold_inputs
+from gdn.recurrence import recurrence_inputs
+from gdn.ring import fold_inputs, verify_inputs
 from gdn.testing.execute import on_backend
 
 if TYPE_CHECKING:
@@ -163,6 +165,13 @@ def test_ring_lengths_that_are_not_served(either: Call, cpu_backend: str, length
     either["ring"] = np.zeros((rows, heads, length, stride), np.float32)
     message = f"ring: expected RING_LEN from 1 to 64 as its third axis, got {length}"
     assert either.refusal(ShapeError, cpu_backend) == message
+
+
+@pytest.mark.parametrize("length", [1, 64])
+def test_the_shortest_and_the_longest_ring_are_taken(either: Call, length: int) -> None:
+    rows, heads, _, stride = either["ring"].shape
+    either["ring"] = np.zeros((rows, heads, length, stride), np.float32)
+    either.run("numpy")
 
 
 @pytest.mark.usefixtures("_nothing_compiles")
@@ -504,6 +513,19 @@ def test_one_table_may_name_slots_and_ring_rows(new_fold: type[FoldCall], cpu_ba
     np.testing.assert_array_equal(shared["recurrent_state"], apart["recurrent_state"])
 
 
+@pytest.mark.parametrize("op", ["verify", "verify-pending", "fold"])
+def test_checked_arguments_keep_the_order_of_the_call(op_calls: dict[str, Callable[[str], Call]], op: str) -> None:
+    """A plan finds the address of each array by its place among them."""
+    call = op_calls[op]("float32")
+    if op == "fold":
+        inputs: Any = fold_inputs(take, *call.arguments.values())
+    else:
+        *six, ring, ring_slot_idx = call.six
+        keywords = {name: value for name, value in call.keywords.items() if name != "out"}
+        inputs = verify_inputs(take, recurrence_inputs(take, *six), ring, ring_slot_idx, **keywords)
+    assert [argument.name for argument in inputs.arguments] == [name for name in call.arguments if name != "out"]
+
+
 # ---- Optional arguments, keywords ----
 
 
@@ -765,3 +787,35 @@ def test_tables_that_no_launch_can_hold() -> None:
     with pytest.raises(ShapeError) as caught:
         blocks(4)
     assert str(caught.value) == f"row_ids: expected {expected}"
+
+
+@pytest.mark.parametrize("heads", [(2, 6, 8, 16), (1, 2, 32, 8), (3, 3, 16, 24)], ids=str)
+def test_the_heads_of_a_fold_are_those_of_its_pool_and_ring(heads: tuple[int, int, int, int]) -> None:
+    num_key_heads, num_value_heads, key_head_dim, value_head_dim = heads
+    geometry = HeadGeometry(*heads)
+    shapes = (
+        ((5, num_value_heads, key_head_dim, value_head_dim), "float32"),
+        ((1, 2), "uint32"),
+        ((4, num_key_heads, 4, geometry.record_elements), "float32"),
+        ((1, 2), "uint32"),
+        ((2,), "uint32"),
+    )
+    described = [SimpleNamespace(shape=shape, dtype=DTYPES[dtype]) for shape, dtype in shapes]
+    assert fold_inputs(describe, *described).geometry == geometry
+
+
+@pytest.mark.parametrize(
+    ("argument", "place", "axis"), [("recurrent_state", 0, "max_slots"), ("ring", 2, "ring_rows")], ids=["pool", "ring"]
+)
+def test_counts_that_no_index_can_name(argument: str, place: int, axis: str) -> None:
+    """From shapes alone: one slot or ring row more than a 32-bit table can tell apart from padding."""
+
+    def described(rows: int) -> list[Any]:
+        shapes = [((5, 2, 8, 8), "float32"), ((1, 2), "uint32"), ((4, 1, 4, 26), "float32"), ((1, 2), "uint32")]
+        shapes[place] = ((rows, *shapes[place][0][1:]), "float32")
+        return [SimpleNamespace(shape=shape, dtype=DTYPES[dtype]) for shape, dtype in (*shapes, ((2,), "uint32"))]
+
+    fold_inputs(describe, *described(2**32 - 1))
+    with pytest.raises(ShapeError) as caught:
+        fold_inputs(describe, *described(2**32))
+    assert str(caught.value) == f"{argument}: expected {axis} of at most 4294967295, got 4294967296"

@@ -159,6 +159,10 @@ def test_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout.splitlines()[-1].startswith("FAILED: memory grows: 320 of 320 steps on numpy")
 
 
+def test_a_checkpoint_that_compared_nothing_failed() -> None:
+    assert Checkpoint(1000, 4000, "lazy", (), {}).failures == ("nothing was compared",)
+
+
 def test_growth_begins_where_the_loop_is_warm() -> None:
     def points(*used: int) -> list[Checkpoint]:
         return [Checkpoint(1, 1, "lazy", (), {"resident": some << 20, "cupy pool": some}) for some in used]

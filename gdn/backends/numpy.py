@@ -54,7 +54,7 @@ def gated_delta_recurrence_verify_ring(inputs: VerifyInputs, out: Argument) -> N
     # Records of another ring row are folded before anything else; those of the window's own row stay pending.
     first_places = np.zeros_like(slots)
     if pending is not None:
-        folds = folds_pending(inputs)
+        folds = folds_pending(inputs, pending)
         _fold_rows(recurrence, pending, np.flatnonzero(folds & is_live))
         stays = has_pending(pending) & ~folds
         first_places[stays] = slot_values(pending.num_pending)[stays]

@@ -169,7 +169,10 @@ FAULTS = {
         "to_float(b[token * b_token_stride + head * b_head_stride])",
         "to_float(a[token * a_token_stride + head])",
     ),
-    "last block left out": ("if (place >= total_seq_len * num_value_heads) return;", "if (place >= 1536) return;"),
+    "last block left out": (
+        "if (place >= total_seq_len * num_value_heads) return;",
+        "if (place >= total_seq_len * num_value_heads || place >= 1536) return;",  # in no case beyond the arrays
+    ),
 }
 
 

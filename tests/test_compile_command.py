@@ -194,8 +194,9 @@ def test_options_make_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "version", lambda: "12.9")
     monkeypatch.setattr(nvrtc, "architectures", lambda: ("sm_75", "sm_80", "sm_90", "sm_120"))
     monkeypatch.setattr(ahead, "build", lambda *arguments: (built for built in ()))
-    models = ("--model", "qwen3.5-27b", "--model", "olmo-hybrid-7b", "--float32-out", "--ring-lens", "4,8")
-    seen = document(*models, "--ring-lens", "8,16", "--work-dtype", "float16", "--ring-dtype", "bfloat16")
+    models = ("--model", "qwen3.5-27b", "--model", "olmo-hybrid-7b", "--float32-out", "--ops", "pending_windows")
+    ring = "--ring-lens", "4,8", "--ring-lens", "8,16", "--ring-dtype", "bfloat16"
+    seen = document(*models, *ring, "--work-dtype", "float16")
     assert len(seen["layers"]) == 2 * 2 * 2
     assert {tuple(layer["ring_lens"]) for layer in seen["layers"]} == {(4, 8, 16)}
     assert {layer["work_dtype"] for layer in seen["layers"]} == {"float16"}
@@ -203,7 +204,7 @@ def test_options_make_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {layer["out_dtype"] for layer in seen["layers"]} == {None, "float32"}
     assert {layer["ring_dtype"] for layer in seen["layers"]} == {"bfloat16"}
     assert {layer["heads"]["num_value_heads"] for layer in seen["layers"]} == {48, 30}
-    assert document("--arch", "sm_80")["architectures"] == ["sm_80"]
+    assert document("--arch", "sm_80", "--ops", "pending_windows")["architectures"] == ["sm_80"]
 
 
 def test_calls_of_several_models_are_told_apart() -> None:

@@ -180,14 +180,7 @@ def bench(
     if any(case.regime == "step" and case.loop for case in cases):
         run.too_short = too_short_ring_lens(options, on_gpu=on_gpu)
     time_cases(run, machines, peers, quiet=as_json)
-    try:
-        if save is not None:
-            report.save_json(save, as_document(run))
-    finally:  # what was found is shown even where it cannot be kept
-        if as_json:
-            report.print_json(as_document(run))
-        else:
-            show_results(run)
+    report.save_and_show(as_document(run), save, as_json=as_json, show=lambda: show_results(run))
     if plot is not None and draw is not None:
         draw(run, plot)
     ctx.exit(run.exit_code)

@@ -128,14 +128,7 @@ def compile(
     if not as_json:
         show_head(run)
     compile_all(run, workers)
-    try:
-        if save is not None:
-            report.save_json(save, as_document(run))
-    finally:  # what was found is shown even where it cannot be kept
-        if as_json:
-            report.print_json(as_document(run))
-        else:
-            show_results(run)
+    report.save_and_show(as_document(run), save, as_json=as_json, show=lambda: show_results(run))
     ctx.exit(run.exit_code)
 
 

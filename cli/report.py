@@ -66,9 +66,19 @@ def print_json(document: Any) -> None:
     click.echo(_json(document))
 
 
-def save_json(path: Path, document: Any) -> None:
-    """Write a document to a file as `print_json` prints it. Raises ClickException where that fails."""
-    save_text(path, _json(document) + "\n")
+def save_and_show(document: Any, path: Path | None, *, as_json: bool, show: Callable[[], None]) -> None:
+    """Write a document to a file, if one is given, and print it, or call `show`, even where it cannot be written.
+
+    Raises ClickException where that is so.
+    """
+    try:
+        if path is not None:
+            save_text(path, _json(document) + "\n")
+    finally:
+        if as_json:
+            print_json(document)
+        else:
+            show()
 
 
 def _json(document: Any) -> str:

@@ -576,6 +576,24 @@ def test_slabs_have_a_plan(gpu: Gpu, by_chunks: Callable[..., Call], monkeypatch
     assert len(first) > 6
 
 
+def test_chunks_behind_pending_records_have_no_plan(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
+    """Their fold takes tables by other names, two of which may be one array: they are found anew each time."""
+    call = by_chunks()
+    table = call["slot_idx"]
+    ring = cupy.ndarray(
+        (3, 1, 4, call.heads.record_elements), np.float32, cupy.cuda.MemoryPointer(table.data.mem, 1 << 30)
+    )
+    call.arguments |= {"ring": ring, "pending_ring_slot_idx": table, "num_pending": table}
+    first, second = (launched_by(gpu, call, num_checked=1) for _ in range(2))
+    assert first == second
+    moved = cupy.ndarray(table.shape, table.dtype, cupy.cuda.MemoryPointer(table.data.mem, 1 << 31))
+    call["num_pending"] = moved
+    fold, *rest = launched_by(gpu, call, num_checked=1)
+    assert rest == first[1:]
+    values = dict(zip(dict(fold.variant.kernel.parameters), fold.arguments, strict=True))
+    assert (values["row_ids"], values["num_accepted"]) == (table.data.ptr, moved.data.ptr)
+
+
 def test_a_workspace_that_comes_to_overlap(gpu: Gpu, by_chunks: Callable[..., Call]) -> None:
     call = by_chunks()
     launched_by(gpu, call, num_checked=1)

@@ -374,30 +374,11 @@ def test_reports_of_values_that_are_not_finite_in_full():
 def test_reports_of_bits_in_full():
     expected = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
     got = np.array([[1, 2, 3], [4, 7, 8.5]], np.float32)
-    report(
-        bitwise(expected, expected.copy(), "pool"),
-        True,
-        "bits",
-        0.0,
-        None,
-        None,
-        None,
-        0,
-        "all 6 elements equal to the bit",
-    )
+    for compare in (bitwise, same_bytes):
+        same = compare(expected, expected.copy(), "pool")
+        report(same, True, "bits", 0.0, None, None, None, 0, "all 6 elements equal to the bit")
     said = "2 of 6 elements differ in their bits, first at (1, 1): expected 5.0, got 7.0"
     report(bitwise(got, expected, "pool"), False, "bits", 2.0, (1, 1), 5.0, 7.0, 2, said)
-    report(
-        same_bytes(expected, expected.copy(), "pool"),
-        True,
-        "bits",
-        0.0,
-        None,
-        None,
-        None,
-        0,
-        "all 6 elements equal to the bit",
-    )
     bits = [int(array[1, 1].view(np.uint32)) for array in (expected, got)]
     said = f"2 of 6 elements differ in their bits, first at (1, 1): expected {float(bits[0])!r}, got {float(bits[1])!r}"
     distance = float(bits[1] - bits[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import gdn
-from gdn.backends import backend_for_numpy_arrays, cuda, host
+from gdn.backends import backend_for_numpy_arrays, cuda, host, nvrtc
 from gdn.backends import numpy as numpy_backend
 from gdn.errors import DeviceError
 
@@ -177,3 +178,27 @@ def test_a_device_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch)
 def test_no_gpu_has_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "unavailable_reason", lambda: "no GPU in this test")
     assert cuda.served_capabilities() == ()
+
+
+def test_a_library_that_cupy_lacks_is_no_matter_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are an OSError; only one of a file says which."""
+    right, errors = builtins.__import__, [OSError("libnvrtc.so.12: cannot open shared object file")]
+
+    def broken(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "cupy":
+            raise errors[-1]
+        return right(name, *rest)
+
+    for module in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(builtins, "__import__", broken)
+    said = []
+    for _ in range(2):
+        cuda.unavailable_reason.cache_clear()
+        with pytest.raises(DeviceError) as caught:
+            nvrtc.version()
+        said.append((cuda.unavailable_reason(), str(caught.value)))
+        errors.append(PermissionError(13, "Permission denied", "/home/.cupy"))
+    cuda.unavailable_reason.cache_clear()
+    assert all("install gdn[cuda12]" in text and "libnvrtc" in text for text in said[0])
+    assert all("CUPY_CACHE_DIR" in text and "/home/.cupy" in text for text in said[1])

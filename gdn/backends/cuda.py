@@ -34,9 +34,9 @@ def unavailable_reason() -> str | None:
     """Why no kernel can run here, in one line; None where it can."""
     try:
         import cupy
-    except OSError as error:  # it makes the folder of its cache when it is imported
-        return f"CuPy finds no folder for its cache ({error}); set CUPY_CACHE_DIR to one that can be written"
     except Exception as error:  # a CuPy that is there but broken raises whatever broke it
+        if nvrtc.is_about_a_folder(error):
+            return f"CuPy finds no folder for its cache ({error}); set CUPY_CACHE_DIR to one that can be written"
         return f"CuPy cannot be imported ({error}); install gdn[cuda12] or gdn[cuda13]"
     if not cupy.is_available():
         return "CuPy finds no CUDA device (no NVIDIA driver, or no GPU visible)"

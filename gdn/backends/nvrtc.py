@@ -50,12 +50,17 @@ def version() -> str:
         from cupy.cuda import nvrtc
 
         return "{}.{}".format(*nvrtc.getVersion())
-    except OSError as error:  # it makes the folder of its cache when it is imported
-        expected = "a folder for CuPy's cache (set CUPY_CACHE_DIR to one that can be written)"
-        raise DeviceError(rejection("NVRTC", expected, error)) from error
     except Exception as error:  # a CuPy that is there but broken raises whatever broke it
+        if is_about_a_folder(error):
+            expected = "a folder for CuPy's cache (set CUPY_CACHE_DIR to one that can be written)"
+            raise DeviceError(rejection("NVRTC", expected, error)) from error
         expected = "CuPy with NVRTC to compile kernels (install gdn[cuda12] or gdn[cuda13])"
         raise DeviceError(rejection("NVRTC", expected, error)) from error
+
+
+def is_about_a_folder(error: Exception) -> bool:
+    """Whether an import of CuPy ended at the folder of its cache, which it makes then, not at a library it lacks."""
+    return isinstance(error, OSError) and error.filename is not None
 
 
 def architectures() -> tuple[str, ...]:

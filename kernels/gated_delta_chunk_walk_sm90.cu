@@ -12,14 +12,16 @@
 // done while products of that chain run: Q S, the largest elements of state and values, the values of the next chunk.
 //
 // The sums hold the state as S / 2^power, with a power for each column, and what is made from it has the same units. When
-// these no longer fit, which is rare, the sums are moved to others between chunks.
+// these no longer fit, which is rare, the sums are moved to others between chunks. What the units are thus depends on the
+// chunks before, so a state passes from slab to slab as its sums, with their units at the end of the carry.
 //
 // MACROS     KEY_HEAD_DIM: 64 or 128; VALUE_HEAD_DIM: a multiple of 64 * WARPGROUPS; CHUNK_LEN: 64; OPERAND_TERMS: 1
 //            WORK_TYPE (qkv): float16, bfloat16; STATE_TYPE (pool), OUT_TYPE: float, float16, bfloat16
 //            WARPGROUPS: 1 or 2; WALK_STAGES; SHARED_BYTES of a block, which begin on a multiple of 1024
 // BLOCK      WARPGROUPS = 1: 192 threads; 2: 384
 // GRID       any number of blocks: they share the pieces, value heads and tiles
-// SHAPES, MUTATES, OVERLAP as gated_delta_chunk_walk
+// SHAPES, MUTATES, OVERLAP as gated_delta_chunk_walk; behind the states of a carry (none if STATE_TYPE is float)
+//            ColumnUnits [rows_at_once, num_value_heads, VALUE_HEAD_DIM]
 // CALLER     values and readouts lie in rows of neighbours that start on 16-byte boundaries
 #include "chunk_pieces.cuh"
 #include "grid_order.cuh"
@@ -91,6 +93,12 @@ __device__ __forceinline__ unsigned char* stage_of(const Turn& turn) {
     return shared_memory() + turn.stage * STAGE_BYTES;
 }
 
+// Of a column of a state in passing from slab to slab: what Columns says of it.
+struct ColumnUnits {
+    int power;
+    float largest;
+};
+
 struct Walk {
     const WORK_TYPE* qkv_conv_output;
     long long qkv_token_stride;
@@ -98,7 +106,7 @@ struct Walk {
     long long state_slot_stride;
     OUT_TYPE* out;
     long long out_token_stride;
-    const float* carry_in;
+    float* carry_in;
     float* carry_out;
     ChunkSlab slab;
     ChunkPlan plan;
@@ -355,9 +363,9 @@ __device__ __forceinline__ float2 of_tokens(const float* scalar, int tile) {
     return *reinterpret_cast<const float2*>(scalar + 8 * tile);
 }
 
+// Read sums, with `largest` for the lane's part of each column, and the columns that are not finite. The latter become 0.
 template <typename Stored>
-__device__ __forceinline__ void load_state(State& state, const Stored* source, Columns& columns) {
-    float largest[2] = {0.0f, 0.0f};
+__device__ __forceinline__ void load_sums(State& state, const Stored* source, Columns& columns, float (&largest)[2]) {
     bool is_bad[2] = {false, false};
     #pragma unroll
     for (int tile = 0; tile < KEY_TILES; ++tile)
@@ -375,24 +383,54 @@ __device__ __forceinline__ void load_state(State& state, const Stored* source, C
         bad |= __shfl_xor_sync(0xFFFFFFFFu, bad, 2);
         columns.is_bad[half] = bad != 0;
         columns.first_bad[half] = CHUNK_LEN;
-        const float most = max_across_column(largest[half]);
-        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - WANTED_POWER;
-        const float scale = bad ? 0.0f : whole_power(-columns.power[half]);
-        columns.largest[half] = bad ? 0.0f : most * scale;
-        #pragma unroll
-        for (int tile = 0; tile < KEY_TILES; ++tile)
-            #pragma unroll
-            for (int next = 0; next < 2; ++next) {
-                float& value = state[tile][2 * half + next];
-                value = bad ? 0.0f : value * scale;
-                hold(value);  // or what was read of a 16-bit pool would be kept along with it
-            }
     }
 }
 
+__device__ __forceinline__ void scale_sums(State& state, const Columns& columns, const float (&scales)[2]) {
+    #pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float& value = state[tile][i];
+            value = columns.is_bad[i / 2] ? 0.0f : value * scales[i / 2];
+            hold(value);  // or what was read of a 16-bit pool would be kept along with it
+        }
+}
+
+// The state that a row begins with.
 template <typename Stored>
-__device__ __forceinline__ void store_state(const State& state, Stored* target, const Columns& columns) {
-    const float scales[2] = {whole_power(columns.power[0]), whole_power(columns.power[1])};
+__device__ __forceinline__ void load_state(State& state, const Stored* source, Columns& columns) {
+    float largest[2] = {0.0f, 0.0f}, scales[2];
+    load_sums(state, source, columns, largest);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bool bad = columns.is_bad[half];
+        const float most = max_across_column(largest[half]);
+        columns.power[half] = most == 0.0f || bad ? 0 : exponent_of(most) - WANTED_POWER;
+        scales[half] = whole_power(-columns.power[half]);
+        columns.largest[half] = bad ? 0.0f : most * scales[half];
+    }
+    scale_sums(state, columns, scales);
+}
+
+// The state of a row that goes on, as `leave_state` left it: in the units that it had, because small elements round to
+// float16 differently in others, and it would show where a slab ends.
+__device__ __forceinline__ void resume_state(
+    State& state, const float* source, const ColumnUnits* units, Columns& columns) {
+    float largest[2] = {0.0f, 0.0f};
+    load_sums(state, source, columns, largest);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        columns.power[half] = units[half * 8].power;
+        columns.largest[half] = columns.is_bad[half] ? 0.0f : units[half * 8].largest;
+    }
+    const float scales[2] = {1.0f, 1.0f};
+    scale_sums(state, columns, scales);
+}
+
+template <typename Stored>
+__device__ __forceinline__ void store_sums(
+    const State& state, Stored* target, const Columns& columns, const float (&scales)[2]) {
     #pragma unroll
     for (int tile = 0; tile < KEY_TILES; ++tile)
         #pragma unroll
@@ -400,6 +438,23 @@ __device__ __forceinline__ void store_state(const State& state, Stored* target, 
             const float value = columns.is_bad[i / 2] ? __uint_as_float(0x7FFFFFFFu) : state[tile][i] * scales[i / 2];
             from_float(value, target[(8 * tile + i % 2) * VALUE_HEAD_DIM + i / 2 * 8]);
         }
+}
+
+// The state that a row ends with.
+template <typename Stored>
+__device__ __forceinline__ void store_state(const State& state, Stored* target, const Columns& columns) {
+    const float scales[2] = {whole_power(columns.power[0]), whole_power(columns.power[1])};
+    store_sums(state, target, columns, scales);
+}
+
+// The state of a row that goes on in the next slab: its sums, and their units beside them.
+__device__ __forceinline__ void leave_state(const State& state, float* target, ColumnUnits* units, const Columns& columns) {
+    const float scales[2] = {1.0f, 1.0f};
+    store_sums(state, target, columns, scales);
+    if (threadIdx.x % 4 == 0) {
+        units[0] = {columns.power[0], columns.largest[0]};
+        units[8] = {columns.power[1], columns.largest[1]};
+    }
 }
 
 __device__ __forceinline__ unsigned int rounded_pair(float first, float second, float16) {
@@ -622,22 +677,46 @@ __device__ __forceinline__ void run_chunk(State& state, ChunkValues& values, Col
     wait_for_products<0>();
 }
 
+// Where a lane's part of the state of an item is: in the pool, or in passing from slab to slab.
+struct StatePlace {
+    const Walk& walk;
+    const RowPiece& piece;
+    long long head;
+    int column;  // the first of the lane's two
+
+    __device__ __forceinline__ long long offset(long long states) const {
+        const int row = static_cast<int>(threadIdx.x) % 4 * 2;
+        return ((states + head) * KEY_HEAD_DIM + row) * VALUE_HEAD_DIM + column;
+    }
+    __device__ __forceinline__ long long states_before() const { return walk.pieces().carried(piece) * walk.num_value_heads(); }
+
+    __device__ __forceinline__ STATE_TYPE* pool() const {
+        return walk.recurrent_state + static_cast<long long>(piece.slot) * walk.state_slot_stride + offset(0);
+    }
+    __device__ __forceinline__ float* passing(float* carry) const {
+        if constexpr (!HAS_CARRIES) return reinterpret_cast<float*>(pool());
+        return carry + offset(states_before());
+    }
+    // The units stand behind all states of a carry.
+    __device__ __forceinline__ ColumnUnits* units(float* carry) const {
+        const long long num_states = HAS_CARRIES ? static_cast<long long>(walk.pieces().rows_at_once) * walk.num_value_heads() : 0;
+        return reinterpret_cast<ColumnUnits*>(carry + num_states * KEY_HEAD_DIM * VALUE_HEAD_DIM) +
+               (states_before() + head) * VALUE_HEAD_DIM + column;
+    }
+};
+
 // Run the chunks of one item.
 __device__ __forceinline__ void walk_piece(
     const Walk& walk, const RowPiece& piece, long long head, int tile_column, int group, Turn& turn,
     ChunkValues& values) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int column = tile_column + group * 64 + own_warp() * 16 + lane / 4;
-    const long long offset = (head * KEY_HEAD_DIM + lane % 4 * 2) * VALUE_HEAD_DIM + column;
-    STATE_TYPE* const pool = walk.recurrent_state + static_cast<long long>(piece.slot) * walk.state_slot_stride + offset;
+    StatePlace state_place = {walk, piece, head, tile_column + group * 64 + own_warp() * 16 + lane / 4};
     State state;
     Columns columns;
-    const long long carried =
-        walk.pieces().carried(piece) * walk.num_value_heads() * KEY_HEAD_DIM * VALUE_HEAD_DIM + offset;
-    if (!HAS_CARRIES || piece.is_first) {
-        load_state(state, pool, columns);
+    if (piece.is_first) {
+        load_state(state, state_place.pool(), columns);
     } else {
-        load_state(state, walk.carry_in + carried, columns);
+        resume_state(state, state_place.passing(walk.carry_in), state_place.units(walk.carry_in), columns);
     }
     columns.some_bad = __any_sync(0xFFFFFFFFu, columns.is_bad[0] || columns.is_bad[1]) != 0;
     columns.need_care = needs_care(values, columns, scalars_of(stage_of(turn)));
@@ -665,10 +744,11 @@ __device__ __forceinline__ void walk_piece(
         turn = place.next_turn;
     } while (--num_left > 0);
 
-    if (!HAS_CARRIES || piece.is_last) {
-        store_state(state, pool, columns);
+    hold_in_turn(state_place.column, static_cast<int>(num_left));  // or the places would be kept from before the loop
+    if (piece.is_last) {
+        store_state(state, state_place.pool(), columns);
     } else {
-        store_state(state, walk.carry_out + carried, columns);
+        leave_state(state, state_place.passing(walk.carry_out), state_place.units(walk.carry_out), columns);
     }
 }
 
@@ -690,7 +770,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gated_delta_chunk_w
     STATE_TYPE* __restrict__ recurrent_state, long long state_slot_stride,
     OUT_TYPE* __restrict__ out, long long out_token_stride, long long out_channel_stride,
     const unsigned int* __restrict__ chunk_plan, unsigned char* __restrict__ slab,
-    const float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
+    float* __restrict__ carry_in, float* __restrict__ carry_out, long long first_place,
     long long slab_chunks, long long max_chunks, long long rows_at_once, long long num_key_heads, long long group_size) {
     wait_for_grid_before();
     let_next_grid_begin();

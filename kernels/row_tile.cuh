@@ -81,18 +81,19 @@ __device__ __forceinline__ void store_row(const float (&elements)[COLUMNS_PER_LA
 // several at a time where the machine can.
 __device__ __forceinline__ void fold_row(float (&elements)[COLUMNS_PER_LANE], STATE_TYPE* row) {
     if (row != nullptr) store_row(elements, row);
-    if constexpr (sizeof(STATE_TYPE) == 4) return;
-    Packed<STATE_TYPE, COLUMNS_PER_LANE> rounded;
-    #pragma unroll
-    for (int column = 0; column < COLUMNS_PER_LANE; ++column) from_float(elements[column], rounded.values[column]);
-    if constexpr (COLUMNS_PER_LANE % 2 == 0) {
-        const auto* const words = reinterpret_cast<const unsigned int*>(&rounded);
+    if constexpr (sizeof(STATE_TYPE) < 4) {
+        Packed<STATE_TYPE, COLUMNS_PER_LANE> rounded;
         #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column)
-            elements[column] = float_of_word(words, column, STATE_TYPE{});
-    } else {
-        #pragma unroll
-        for (int column = 0; column < COLUMNS_PER_LANE; ++column) elements[column] = to_float(rounded.values[column]);
+        for (int column = 0; column < COLUMNS_PER_LANE; ++column) from_float(elements[column], rounded.values[column]);
+        if constexpr (COLUMNS_PER_LANE % 2 == 0) {
+            const auto* const words = reinterpret_cast<const unsigned int*>(&rounded);
+            #pragma unroll
+            for (int column = 0; column < COLUMNS_PER_LANE; ++column)
+                elements[column] = float_of_word(words, column, STATE_TYPE{});
+        } else {
+            #pragma unroll
+            for (int column = 0; column < COLUMNS_PER_LANE; ++column) elements[column] = to_float(rounded.values[column]);
+        }
     }
 }
 

@@ -41,30 +41,31 @@ def test_sizes_of_a_model() -> None:
     assert layout.value_image_bytes == 2 * 64 * 64 * 2 + (4 * 64 + 16) * 4
     assert layout.chunk_bytes == 16 * layout.key_image_bytes + 32 * layout.value_image_bytes
     assert (layout.rows_at_once, layout.num_slabs, layout.slab_chunks) == (4, 9, 60)
-    assert layout.carry_bytes == 0
+    assert layout.carry_bytes == 4 * 32 * 128 * 8
     rounded = replace(layout, state_dtype="bfloat16")
     assert (rounded.rows_at_once, rounded.num_slabs, rounded.slab_chunks) == (4, 11, 48)
-    assert rounded.carry_bytes == 4 * 32 * 128 * 128 * 4
+    assert rounded.carry_bytes == 4 * 32 * 128 * (128 * 4 + 8)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "row_len", "slabs"),
+    ("heads", "batch_size", "row_len", "expected"),
     [
-        (1, 512, (1, 9)),
-        (1, 2048, (2, 17)),
-        (1, 4096, (4, 17)),
-        (1, 8192, (4, 33)),
-        (4, 2048, (3, 44)),
-        (1, 32_768, (9, 57)),
+        (QWEN, 1, 512, (1, False)),
+        (QWEN, 1, 2048, (1, False)),
+        (QWEN, 1, 8192, (3, True)),
+        (QWEN, 2, 8192, (5, True)),
+        (QWEN, 3, 8192, (7, False)),
+        (QWEN, 64, 512, (10, False)),
+        (HeadGeometry(4, 8, 128, 256), 1, 65_536, (5, True)),
+        (HeadGeometry(4, 8, 128, 256), 5, 65_536, (21, False)),
     ],
 )
-def test_long_rows_are_split_so_that_slabs_overlap(
-    batch_size: int, row_len: int, slabs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_slabs_overlap_where_walks_leave_a_gpu_idle(
+    heads: HeadGeometry, batch_size: int, row_len: int, expected: tuple[int, bool]
 ) -> None:
-    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
-    layout = ChunkLayout(QWEN, "bfloat16", "float32", batch_size, batch_size * row_len, 1)
-    assert (layout.num_slabs, layout.slab_chunks) == slabs
-    assert layout.all_slabs_bytes == min(2, slabs[0]) * layout.slab_bytes
+    layout = ChunkLayout(heads, "bfloat16", "float32", batch_size, batch_size * row_len, 1)
+    assert (layout.num_slabs, layout.slabs_overlap) == expected
+    assert layout.all_slabs_bytes == min(2, layout.num_slabs) * layout.slab_bytes
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,8 @@ def test_no_batch_has_more_chunks_and_parts_do_not_meet(
     assert layout.max_chunks > (layout.num_slabs - 1) * layout.slab_chunks or layout.num_slabs == 0
     assert layout.slab_chunks % layout.rows_at_once == 0
     states = 0 if state_dtype == "float32" else layout.rows_at_once
-    carries = [(offset, 4 * states * QWEN.slot_state_elements) for offset in layout.carry_offsets]
+    carry_bytes = 4 * states * QWEN.slot_state_elements + 8 * layout.rows_at_once * QWEN.value_dim
+    carries = [(offset, carry_bytes) for offset in layout.carry_offsets]
     parts = [
         (0, 4 * (4 + 9 * layout.max_chunks)),
         *carries,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gdn.arrays import take
-from gdn.backends import chunk_layout, chunked, cuda, early_launch
+from gdn.backends import chunked, cuda, early_launch
 from gdn.backends import gated_delta_chunk_prepare as prepare_kernel
 from gdn.backends.chunk_layout import ChunkLayout
 from gdn.backends.early_launch import EarlyLaunch
@@ -25,8 +25,9 @@ cupy = pytest.importorskip("cupy")
 HEADS = HeadGeometry(1, 1, 32, 32)
 
 
-def chunked_launches(total_seq_len: int) -> tuple[Launch, ...]:
+def chunked_launches(total_seq_len: int, monkeypatch: pytest.MonkeyPatch, num_slabs: int = 1) -> tuple[Launch, ...]:
     """The launches of a call of one sequence, which nobody runs."""
+    monkeypatch.setattr(ChunkLayout, "num_slabs", num_slabs)
     zeros = {
         "qkv_conv_output": np.zeros((total_seq_len, HEADS.conv_dim), np.float32),
         "decay_per_token": np.zeros((total_seq_len, 1), np.float32),
@@ -108,22 +109,19 @@ def test_what_the_driver_refuses_is_an_error(driver: Driver, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("begins_early", "capability", "driver_version", "switch", "is_early"),
+    ("begins_early", "capability", "driver_version", "is_early"),
     [
-        (True, (9, 0), 12030, "1", True),
-        (True, (12, 0), 13000, "1", True),
-        (False, (9, 0), 13000, "1", False),
-        (True, (8, 9), 13000, "1", False),  # kernels for it do not wait
-        (True, (9, 0), 12020, "1", False),
-        (True, (9, 0), 13000, "0", False),
-        (True, (9, 0), 13000, None, False),
+        (True, (9, 0), 12030, True),
+        (True, (12, 0), 13000, True),
+        (False, (9, 0), 13000, False),
+        (True, (8, 9), 13000, False),  # kernels for it do not wait
+        (True, (9, 0), 12020, False),
     ],
 )
 def test_when_a_launch_begins_early(
     begins_early: bool,
     capability: tuple[int, int],
     driver_version: int,
-    switch: str | None,
     is_early: bool,
     driver: Driver,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,9 +135,6 @@ def test_when_a_launch_begins_early(
 
     others: list[tuple[int, ...]] = []
     early_launch.is_possible.cache_clear()
-    monkeypatch.delenv("GDN_OVERLAP", raising=False)
-    if switch is not None:
-        monkeypatch.setenv("GDN_OVERLAP", switch)
     monkeypatch.setattr(cuda, "capability", lambda device: capability)
     monkeypatch.setattr(cuda, "load", lambda variant, device: SimpleNamespace(kernel=SimpleNamespace(ptr=11)))
     monkeypatch.setattr(cuda, "_thread", cuda._Thread())
@@ -149,7 +144,7 @@ def test_when_a_launch_begins_early(
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda device: None)
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", lambda *given: others.append(given))
-    launch = replace(chunked_launches(100)[1], begins_early=begins_early)
+    launch = replace(chunked_launches(100, monkeypatch)[1], begins_early=begins_early)
     ready = cuda.ReadyLaunch(launch, 0)
     ready()
     early_launch.is_possible.cache_clear()
@@ -168,8 +163,7 @@ def test_when_a_launch_begins_early(
 
 def test_slabs_take_turns_in_memory_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes a slab ready may overlap the walk over the one before, which lies elsewhere."""
-    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
-    plan, *slabs = chunked_launches(4096)
+    plan, *slabs = chunked_launches(4096, monkeypatch, num_slabs=4)
     assert not plan.begins_early
     prepares, walks = slabs[::2], slabs[1::2]
     assert len(prepares) == len(walks) == 4
@@ -184,14 +178,13 @@ def test_slabs_take_turns_in_memory_and_in_time(monkeypatch: pytest.MonkeyPatch)
     assert places[0] == places[2] != places[1] == places[3]
 
 
-def test_a_call_of_one_slab_overlaps_nothing_before_it() -> None:
-    plan, prepare, walk = chunked_launches(100)
-    assert [launch.begins_early for launch in (plan, prepare, walk)] == [False, False, True]
+def test_a_call_of_one_slab_overlaps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [launch.begins_early for launch in chunked_launches(100, monkeypatch)] == [False, False, False]
 
 
-def test_the_last_block_that_makes_a_slab_ready_has_no_chunk() -> None:
+def test_the_last_block_that_makes_a_slab_ready_has_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the walk in front, so that the grid does not end before."""
-    _, prepare, _ = chunked_launches(100)
+    _, prepare, _ = chunked_launches(100, monkeypatch)
     parameters = dict(zip((name for name, _ in prepare_kernel.KERNEL.parameters), prepare.arguments, strict=True))
     pairs = -(-parameters["group_size"] // 2)
     assert prepare.num_blocks == parameters["slab_chunks"] * parameters["num_key_heads"] * pairs + 1
@@ -205,7 +198,7 @@ def test_a_walk_waits_before_it_does_anything(stem: str) -> None:
 
 
 def test_kernels_that_begin_early_are_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_layout, "OVERLAPPED_SLABS", 4)
-    early = {launch.variant.kernel.stem for launch in chunked_launches(4096) if launch.begins_early}
+    launches = chunked_launches(4096, monkeypatch, num_slabs=4)
+    early = {launch.variant.kernel.stem for launch in launches if launch.begins_early}
     assert all("wait_for_grid_before()" in source(f"{stem}.cu").split('extern "C" __global__')[1] for stem in early)
     assert early == {"gated_delta_chunk_prepare", "gated_delta_chunk_walk"}

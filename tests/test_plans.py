@@ -539,8 +539,7 @@ def test_a_call_of_several_launches(gpu: Gpu, by_chunks: Callable[..., Call]) ->
         parts = {name: values[name] for name in ("chunk_plan", "slab", "carry_in", "carry_out") if name in values}
         workspace |= parts
         assert parts.items() <= workspace.items()
-    assert workspace["chunk_plan"] < workspace["slab"]
-    assert workspace["carry_in"] == workspace["carry_out"] == workspace["slab"]  # a pool of float32 needs no carries
+    assert workspace["chunk_plan"] < workspace["carry_in"] < workspace["carry_out"] < workspace["slab"]
 
 
 @pytest.mark.parametrize(("algorithm", "lengths", "count"), [("chunked", (130, 3), 3), ("auto", (130, 3, 200), 4)])

@@ -1,8 +1,9 @@
 """How a chunked call lies in its workspace: chunks of a batch, slabs of chunks, and the parts with their sizes.
 
 Every formula of the kernels `gated_delta_chunk_*` that decides how much memory a call takes stands here, once. The
-parts start on multiples of `PART_ALIGNMENT`: the plan, two carries (states in passing from slab to slab, where the pool
-would round them), one slab or two that take turns, and where rows may be too short for the list, the slots of those.
+parts start on multiples of `PART_ALIGNMENT`: the plan, two carries (what passes from slab to slab: states, where the
+pool would round them, and units of states), one slab or two that take turns, and where rows may be too short for the
+list, the slots of those.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ from gdn.geometry import HeadGeometry
 PART_ALIGNMENT = 256
 #: Bytes that a workspace stays below, unless one chunk alone is more.
 MAX_WORKSPACE_BYTES = 128 << 20
-#: Slabs that long rows are split into at least, so that one can be made ready while another is walked over: as many as
-#: have this number of chunks of each row that is walked along. 1 while overlap is not the default: slabs cost time.
-OVERLAPPED_SLABS = 1
-CHUNKS_OF_OVERLAPPED_SLAB = 16
 #: Chunks that the kernels can count.
 MAX_CHUNKS = 2**30 - 1
 #: What rows are walked along at once to have, counted in WALK_COLUMNS columns whatever a kernel takes at a time: about
@@ -38,6 +35,7 @@ _SCALAR_BYTES = 4
 _KEY_DIM_MULTIPLE = 64  # to which rows of keys and queries are padded
 _CHUNK_LEN = 64
 _CARRY_ITEMSIZE = 4
+_CARRIED_BYTES_OF_COLUMN = 8  # ColumnUnits of kernels/gated_delta_chunk_walk_sm90.cu
 
 
 def unserved_reason(geometry: HeadGeometry) -> str | None:
@@ -101,7 +99,7 @@ class ChunkLayout:
         """
         heads = self.geometry
         enough = WALKS_AT_ONCE // (heads.num_value_heads * -(-heads.value_head_dim // WALK_COLUMNS))
-        room = self._bytes_of_slabs_and_carries // (2 * self.chunk_bytes + 2 * self._carried_state_bytes)
+        room = self._bytes_of_slabs_and_carries // (2 * self.chunk_bytes + 2 * self._carried_row_bytes)
         return max(1, min(enough, room, self.max_rows))
 
     # ---- Bytes ----
@@ -134,12 +132,16 @@ class ChunkLayout:
 
     @cached_property
     def carry_bytes(self) -> int:
-        """A float32 state of every value head, for each row that may go on; nothing where the pool has float32."""
-        return _whole_part(self.rows_at_once * self._carried_state_bytes)
+        """What passes from slab to slab of each row that may go on: a float32 state of every value head, but where the
+        pool has float32 and holds it; and two words of each of its columns.
+        """
+        return _whole_part(self.rows_at_once * self._carried_row_bytes)
 
     @cached_property
-    def _carried_state_bytes(self) -> int:
-        return 0 if self.state_dtype == "float32" else _CARRY_ITEMSIZE * self.geometry.slot_state_elements
+    def _carried_row_bytes(self) -> int:
+        heads = self.geometry
+        state_bytes = 0 if self.state_dtype == "float32" else _CARRY_ITEMSIZE * heads.slot_state_elements
+        return state_bytes + _CARRIED_BYTES_OF_COLUMN * heads.value_dim
 
     @cached_property
     def short_slots_bytes(self) -> int:
@@ -174,8 +176,17 @@ class ChunkLayout:
         """Slabs that the chunks are split into."""
         largest = (self._bytes_of_slabs_and_carries - 2 * self.carry_bytes) // (2 * self.chunk_bytes)
         rows = self.rows_at_once
-        least = -(-self.max_chunks // max(1, largest // rows * rows))
-        return max(least, min(OVERLAPPED_SLABS, self.max_chunks // (rows * CHUNKS_OF_OVERLAPPED_SLAB)))
+        return -(-self.max_chunks // max(1, largest // rows * rows))
+
+    @cached_property
+    def slabs_overlap(self) -> bool:
+        """Whether a slab is made ready while the one before is walked over, by what walks leave idle.
+
+        Where walks fill a GPU, grids that begin early take time from them: 3 % on an H200.
+        """
+        heads = self.geometry
+        num_walks = self.rows_at_once * heads.num_value_heads * -(-heads.value_head_dim // WALK_COLUMNS)
+        return self.num_slabs > 1 and num_walks <= WALKS_AT_ONCE // 2
 
     @cached_property
     def slab_chunks(self) -> int:

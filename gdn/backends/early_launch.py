@@ -7,12 +7,9 @@ serialization". The structures are those of the CUDA driver API, `CUlaunchConfig
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from typing import Any
 
-#: Launches begin early only where this is 1. Not the default before it has been measured on a GPU.
-SWITCH_VARIABLE = "GDN_OVERLAP"
 #: Compute capability from which on grids can begin early, and wait for each other in a kernel.
 MIN_COMPUTE_CAPABILITY = (9, 0)
 
@@ -63,9 +60,7 @@ class EarlyLaunch:
 
 @cache
 def is_possible() -> bool:
-    """Whether they are wanted, and the driver here has such launches."""
-    if os.environ.get(SWITCH_VARIABLE) != "1":
-        return False
+    """Whether the driver here has such launches."""
     import cupy
 
     if cupy.cuda.runtime.driverGetVersion() < _MIN_DRIVER:

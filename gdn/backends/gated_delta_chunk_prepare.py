@@ -73,6 +73,5 @@ def launch(inputs: RecurrenceInputs, layout: ChunkLayout, first_part: int, slab:
             *(slab * layout.slab_chunks, layout.slab_chunks, layout.max_chunks),
             *(layout.geometry.num_key_heads, layout.geometry.group_size),
         ),
-        begins_early=slab
-        > 0,  # behind the walk over another slab; the plan, which comes before the first, lets none begin
+        begins_early=layout.slabs_overlap and slab > 0,  # the plan, which comes before the first, lets none begin
     )

@@ -96,7 +96,7 @@ def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_p
         num_blocks(layout, inputs.recurrent_state.place),
         2 * tile_columns(layout),
         arguments(inputs, out, layout, first_part, slab),
-        begins_early=True,
+        begins_early=layout.slabs_overlap,
     )
 
 

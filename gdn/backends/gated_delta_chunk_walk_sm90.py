@@ -86,5 +86,5 @@ def launch(inputs: RecurrenceInputs, out: Argument, layout: ChunkLayout, first_p
         min(bound, num_multiprocessors),
         _THREADS[num_warpgroups],
         portable.arguments(inputs, out, layout, first_part, slab),
-        begins_early=True,
+        begins_early=layout.slabs_overlap,
     )

@@ -12,6 +12,8 @@ from gdn.errors import DeviceError, KernelCompileError, rejection
 # holds it against CuPy.
 _CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 
+_MIN_VERSION_WITH_CACHE = (12, 9)
+
 
 def module_options(variant: Variant) -> tuple[str, ...]:
     """The options that CuPy is given to compile a variant for the GPU that it runs on."""
@@ -82,7 +84,7 @@ def compile_binary(variant: Variant, architecture: str) -> Binary:
     program = nvrtc.createProgram(source(f"{variant.kernel.stem}.cu"), f"{variant.kernel.stem}.cu", (), ())
     # The assembler's report changes no instruction.
     own_architecture = () if variant.kernel.only_on else (f"-arch={architecture}",)
-    options = (*all_options(variant), *own_architecture, "--ptxas-options=-v")
+    options = (*all_options(variant), *own_architecture, "--ptxas-options=-v", *_no_cache())
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError as error:
@@ -92,6 +94,13 @@ def compile_binary(variant: Variant, architecture: str) -> Binary:
     finally:
         nvrtc.destroyProgram(program)
     return Binary(image, _report(variant, log), made_by)
+
+
+def _no_cache() -> tuple[str, ...]:
+    """Beside a driver, NVRTC keeps what it compiled, and what it takes from there has no report."""
+    from cupy.cuda import nvrtc
+
+    return ("--no-cache",) if nvrtc.getVersion() >= _MIN_VERSION_WITH_CACHE else ()
 
 
 def compile_report(variant: Variant, architecture: str) -> CompileReport:

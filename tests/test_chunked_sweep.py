@@ -127,6 +127,31 @@ def test_slabs_do_not_show(
     )
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("key_head_dim", [64, 128])
+def test_slabs_do_not_show_where_values_fade(
+    key_head_dim: int, state_dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The units of a state may be those of the larger one that it was: it must go on in them in the next slab."""
+    heads = HeadGeometry(1, 2, key_head_dim, 128)
+    case = replace(PLAIN, heads=heads, lengths=(1500,), state_dtype=state_dtype)
+    arrays = build_arrays(case)
+    fading = np.exp2(-np.arange(case.total_seq_len) / 64)[:, None]
+    values = arrays.qkv_conv_output[:, -heads.value_dim :]
+    values[...] = (values * fading).astype(values.dtype)
+
+    def outcome() -> Any:
+        return chunked_subject(case, kernels, arrays, reference_of(arrays)).outcome
+
+    plain = outcome()
+    monkeypatch.setattr(chunk_layout, "MAX_WORKSPACE_BYTES", 0)
+    in_slabs = outcome()
+    assert_passed(
+        bitwise(in_slabs.out, plain.out, "readout"),
+        bitwise(in_slabs.recurrent_state, plain.recurrent_state, "state"),
+    )
+
+
 def test_a_row_of_several_slabs_is_rounded_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside field cases 48, 49, 52: from slab to slab a state of a 16-bit pool goes on in float32.
 

@@ -268,7 +268,7 @@ def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
 def test_a_million_tokens_of_one_sequence(kernels: str) -> None:
     """Field case 74: no NaN, and the bits of plain calls, however far a sequence goes."""
     case = SoakCase(num_rows=1, num_layers=1, ring_len=16, seed=74)
-    checkpoints = list(soak(case, kernels, 120_000))
+    checkpoints = list(soak(case, kernels, 185_000))
     assert [failure for checkpoint in checkpoints for failure in checkpoint.failures] == []
     assert checkpoints[-1].num_tokens >= 1_000_000
     assert [grown for grown in growth(checkpoints) if not grown.passed] == []

@@ -363,7 +363,7 @@ __device__ __forceinline__ float2 of_tokens(const float* scalar, int tile) {
     return *reinterpret_cast<const float2*>(scalar + 8 * tile);
 }
 
-// Read sums, with `largest` for the lane's part of each column, and the columns that are not finite. The latter become 0.
+// Read sums, the largest of the lane's part of each column, and which columns are not finite.
 template <typename Stored>
 __device__ __forceinline__ void load_sums(State& state, const Stored* source, Columns& columns, float (&largest)[2]) {
     bool is_bad[2] = {false, false};
@@ -386,6 +386,7 @@ __device__ __forceinline__ void load_sums(State& state, const Stored* source, Co
     }
 }
 
+// Columns that are not finite become 0.
 __device__ __forceinline__ void scale_sums(State& state, const Columns& columns, const float (&scales)[2]) {
     #pragma unroll
     for (int tile = 0; tile < KEY_TILES; ++tile)

@@ -97,7 +97,10 @@ def compile_binary(variant: Variant, architecture: str) -> Binary:
 
 
 def _no_cache() -> tuple[str, ...]:
-    """Beside a driver, NVRTC keeps what it compiled, and what it takes from there has no report."""
+    """That NVRTC must compile, not answer from a cache of its own.
+
+    It has this option for one. Beside a GPU a log came without the report once, which such an answer would explain.
+    """
     from cupy.cuda import nvrtc
 
     return ("--no-cache",) if nvrtc.getVersion() >= _MIN_VERSION_WITH_CACHE else ()
